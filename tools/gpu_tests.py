@@ -2,8 +2,8 @@
 """The tests that need a GPU: kernels, worker and engine, vLLM, and kernels under compute-sanitizer.
 
     tools/gpu_tests.py [--groups kernels host vllm sanitizers] [--minutes 9] [--jobs 16]
-                       [--checks memcheck racecheck synccheck] [--json FILE] [--only TEXT]
-                       [--retry] [--vllm-python PYTHON]
+                       [--checks memcheck racecheck synccheck] [--all-tests] [--json FILE]
+                       [--only TEXT] [--retry] [--vllm-python PYTHON]
 
 Many processes run at once. Tests of vLLM have processes of their own, of one file each and as many
 as memory allows: vLLM keeps it until its process ends. FILE is extended by every call: what has run
@@ -11,6 +11,13 @@ for the same sources, device and versions is not run again, except, with --retry
 With --minutes a call ends in time. The exit status is 0 when all tests of these groups have passed
 or said why they skip, every launch was checked and nothing was found, 75 while tests are left, else
 1. The sanitizer checks this project's kernels only.
+
+Sanitizers need tens of times as long as a plain run, and most parameters of a test repeat kernels
+that others have launched. So a run under torch's profiler (`launches`) first says which test
+launches which kernel, by name with all template arguments. Sanitizers then look at one set of
+parameters of every test function, since functions differ in what they hand to a kernel, and at as
+many more tests as it takes to launch every instantiation that any test launches. --all-tests has
+them look at all.
 """
 
 from __future__ import annotations
@@ -34,16 +41,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu import sanitizer
+from gpu import launches, sanitizer
 from gpu.results import Key, Results
 from gpu.shards import RUN_PYTEST, Shard, deal
 from run_tests import digest_of
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNEL_FOLDERS = ("attention", "decoder", "drafters", "kv_interceptor", "profiling", "specpv",
-                  "transformers", "tree")  # fmt: skip
-# Whole models: kernels have tests of their own, and under a sanitizer these take minutes.
-NOT_SANITIZED = "tests/python/transformers/"
+KERNEL_FOLDERS = ("attention", "decoder", "deploy", "drafters", "kv_interceptor", "profiling",
+                  "specpv", "transformers", "tree")  # fmt: skip
+# Whole models, and ranks in processes of their own: kernels have other tests, and under a sanitizer
+# these take minutes.
+NOT_SANITIZED = (
+    "tests/python/transformers/",
+    "tests/python/kv_interceptor/test_cuda_agreement.py",
+)
 # Names of tests that run kernels; those that are skipped without a GPU are taken as well.
 KERNEL_TESTS = re.compile("cuda|graph|captured|kernels|torch_ops")
 VLLM_GIB = 20  # an engine of the tests takes up to a tenth of the GPU, and says so at start
@@ -183,9 +194,15 @@ def collect(groups: dict[str, str], folder: Path) -> dict[str, list[dict[str, An
     return found
 
 
-def checks_of(group: str, chosen: list[str]) -> dict[str, list[str]]:
-    """The checks of a group by the group whose tests they run."""
-    return {"kernels": list(chosen)} if group == SANITIZERS else {group: ["plain"]}
+def checks_of(groups: Iterable[str], sanitizers: list[str]) -> dict[str, list[str]]:
+    """The checks of these groups by the group whose tests they run."""
+    found: dict[str, list[str]] = {}
+    for group in groups:
+        of_kernels = group == SANITIZERS
+        found.setdefault("kernels" if of_kernels else group, []).extend(
+            sanitizers if of_kernels else ["plain"]
+        )
+    return found
 
 
 def shards_of(keys: list[Key], alone: list[str], vllm_python: str, jobs: int) -> list[Shard]:
@@ -319,6 +336,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="of the sanitizers")  # fmt: skip
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=min(16, cores), help="processes at once")
+    parser.add_argument("--all-tests", action="store_true", help="under the sanitizers, too")
     parser.add_argument("--minutes", type=float, default=0, help="of this call; 0: no limit")
     parser.add_argument("--test-minutes", type=float, default=5, help="of a single test")
     parser.add_argument("--only", default="", help="tests with this in their names")
@@ -345,19 +363,31 @@ def main(arguments: list[str] | None = None) -> int:
     if options.retry:
         results.forget_failures()
 
-    checks: dict[str, list[str]] = {}  # by the group whose tests they run
-    for group in options.groups:
-        for name, more in checks_of(group, options.checks).items():
-            checks.setdefault(name, []).extend(more)
-    find_tests(results, checks, options.vllm_python, logs)
-    keys = [key for key in results.tests if key[1] in checks.get(key[0], ())]
-    keys = [key for key in keys if options.only in key[2]]
-    waiting = shards_of(results.pending(keys), results.alone, options.vllm_python, options.jobs)
-    print(f"{len(results.pending(keys))} of {len(keys)} tests are left; output: {logs}", flush=True)
-    limits = Limits(max(1, options.jobs), 60 * options.minutes, 60 * options.test_minutes)
-    if options.minutes:
-        limits.seconds = max(1.0, limits.seconds - (time.monotonic() - began))
-    Pool(results, limits, logs).run(waiting)
+    def run(checks: dict[str, list[str]]) -> list[Key]:
+        """The tests of these checks, which have run as far as there was time."""
+        keys = [key for key in results.tests if key[1] in checks.get(key[0], ())]
+        keys = [key for key in keys if options.only in key[2]]
+        left = results.pending(keys)
+        print(f"{len(left)} of {len(keys)} tests are left; output: {logs}", flush=True)
+        limits = Limits(max(1, options.jobs), 60 * options.minutes, 60 * options.test_minutes)
+        if options.minutes:
+            limits.seconds = max(1.0, limits.seconds - (time.monotonic() - began))
+        pool = Pool(results, limits, logs)
+        pool.run(shards_of(left, results.alone, options.vllm_python, options.jobs))
+        return keys
+
+    chooses = SANITIZERS in options.groups and not options.all_tests
+    first = checks_of(options.groups, [launches.CHECK] if chooses else options.checks)
+    find_tests(results, first, options.vllm_python, logs)
+    keys = run(first)
+    if chooses and not results.pending(keys):
+        tests = results.sanitized("kernels")
+        if not tests:
+            sys.exit("gpu_tests: torch's profiler has seen no launch of ours; try --all-tests")
+        count = len(results.kernels)
+        print(f"sanitizers: {len(tests)} tests launch the {count} kernels that all do", flush=True)
+        results.plan("kernels", options.checks, tests)
+        keys += run({"kernels": options.checks})
     for line in results.told(keys):
         print(line)
     print(f"written to {options.json}")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from . import launches
 from .sanitizer import read
 from .shards import Shard
 
@@ -28,6 +29,7 @@ class Results:
         self.findings: list[dict[str, Any]] = []
         self.alone: list[str] = []  # tests that want a GPU for themselves
         self.serves: dict[str, list[str]] = {}  # what tests of vLLM stand for
+        self.kernels: list[str] = []  # names, whose places here tests give for their launches
         if path.exists():
             self._load(json.loads(path.read_text(encoding="utf-8")))
 
@@ -42,13 +44,15 @@ class Results:
             self.tests[entry["group"], entry["check"], entry["test"]] = entry
         self.findings, self.alone = data["findings"], data["alone"]
         self.serves = data.get("serves", {})
+        self.kernels = data.get("kernels", [])
 
     def save(self) -> None:
         """One test a line; a reader never finds half a file."""
         parts = [f'"setting": {json.dumps(self.setting, indent=1)}']
         parts.append(f'"alone": {json.dumps(self.alone)}')
         parts.append(f'"serves": {json.dumps(self.serves)}')
-        for name, rows in (("tests", self.tests.values()), ("findings", self.findings)):
+        listed = {"tests": self.tests.values(), "findings": self.findings, "kernels": self.kernels}
+        for name, rows in listed.items():
             lines = ",\n".join(json.dumps(row) for row in rows)
             parts.append(f'"{name}": [\n{lines}\n]')
         new = self._path.with_suffix(".new")
@@ -79,6 +83,12 @@ class Results:
             self._put(*key, NOT_RUN)
         self.findings = []
 
+    def sanitized(self, group: str) -> list[str]:
+        """The group's tests that sanitizers look at. REQUIRES: its launches are known."""
+        entries = [e for key, e in self.tests.items() if key[:2] == (group, launches.CHECK)]
+        launched = {e["test"]: e.get("launches", []) for e in entries if e["outcome"] == PASSED}
+        return launches.chosen(launched, {e["test"]: e.get("seconds", 0.0) for e in entries})
+
     # ---- what became of it ----
 
     def take(self, shard: Shard) -> None:
@@ -88,7 +98,10 @@ class Results:
 
     def _record(self, shard: Shard) -> None:
         for test, seen in shard.seen.items():
-            self._put(shard.group, shard.check, test, **seen)
+            names = seen.get("launches", [])
+            self.kernels += [name for name in names if name not in self.kernels]
+            places = {"launches": [self.kernels.index(name) for name in names]} if names else {}
+            self._put(shard.group, shard.check, test, **(seen | places))
 
     def close(self, shard: Shard, code: int | None, why: str) -> list[Shard]:
         """Of a process that is over. Without a status it was ended for the reason `why`, or, if

@@ -4,7 +4,8 @@
     tools/gpu/run_pytest.py FILE UNTIL [arguments of pytest]
 
 No test begins after UNTIL, in seconds since 1970 (0: no limit). FILE says which tests were found,
-which one has begun, what became of each, and that pytest has ended by itself.
+which one has begun, what became of each, and that pytest has ended by itself. With NWOR_LAUNCHES in
+the environment also which of our kernels each has launched.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import Profile
 
 NEEDS_A_GPU = "no CUDA device"  # the reason for which such tests are skipped elsewhere
 _REPORT, _PRINTED = 3000, 1500  # characters that are kept, the last ones
@@ -31,6 +33,7 @@ class Lines:
         self._reports: list[pytest.TestReport] = []
         self._session: pytest.Session | None = None
         self._stopped = False
+        self._profile: Profile | None = None
 
     def _write(self, **line: Any) -> None:
         self._file.write(json.dumps(line) + "\n")
@@ -47,6 +50,8 @@ class Lines:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._reports = []
         self._write(begun=nodeid)
+        if "NWOR_LAUNCHES" in os.environ:
+            self._profile = Profile()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._reports.append(report)
@@ -56,7 +61,8 @@ class Lines:
         outcome = next((name for name in ("failed", "skipped") if name in outcomes), "passed")
         seconds = round(sum(report.duration for report in self._reports), 2)
         text = "\n".join(told(r) for r in self._reports if r.outcome == outcome != "passed")
-        self._write(test=nodeid, outcome=outcome, seconds=seconds, text=text)
+        launches = {} if self._profile is None else {"launches": self._profile.names()}
+        self._write(test=nodeid, outcome=outcome, seconds=seconds, text=text, **launches)
         if self._until and time.time() > self._until and self._session is not None:
             self._session.shouldstop = "the time is up"
             self._stopped = True

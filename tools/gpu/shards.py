@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from . import sanitizer
+from . import launches, sanitizer
 
 RUN_PYTEST = Path(__file__).resolve().parent / "run_pytest.py"
 _LOG_END = 3000  # characters
@@ -64,12 +64,13 @@ class Shard:
         command = sanitizer.command(self.check) if self.sanitized else []
         command += [self.python, str(RUN_PYTEST), str(self._lines), str(until)]
         command += ["-v", "-p", "no:cacheprovider", "-p", "no:xdist", *self.arguments]
+        asked = {"NWOR_LAUNCHES": "1"} if self.check == launches.CHECK else {}
         self._output = log.open("w")
         self.news_at = time.monotonic()
         self.process = subprocess.Popen(
             [*command, *self.tests],
             cwd=root,
-            env={"OMP_NUM_THREADS": str(threads)} | os.environ | self.environment,
+            env={"OMP_NUM_THREADS": str(threads)} | os.environ | self.environment | asked,
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -1,7 +1,8 @@
 """Each alert is raised by a fault that happens here, through the process' own counters.
 
 A scenario makes a fault happen. What it adds to the scraped series is repeated every minute, and
-promtool says which alerts that raises.
+promtool says which alerts that raises. What refused commits add is found on a GPU, without
+promtool, and the same series are given to promtool anywhere.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import yaml
 
 from nwor_specpv import (
     COMMIT_ERRORS,
+    CommitTail,
     ContractChecker,
     Interceptor,
     Metrics,
@@ -31,6 +33,7 @@ from nwor_specpv import (
 )
 from nwor_specpv.vllm.faults import LASTING, Faults
 from nwor_specpv.vllm.specpv.failures import DraftFailures
+from tests.python.kv_interceptor.made_up_group import NAME, REFUSAL, other_rank
 from tests.python.vllm.test_steps import World
 
 RULES = Path(__file__).resolve().parents[3] / "deploy" / "prometheus" / "alerts.yml"
@@ -39,7 +42,7 @@ SLOTS = [3, 4, 5, 6]  # of a root and three drafts
 LOST, OFF, FAIL = "NworAcceptedTokensLost", "NworStagingOff", "NworCommitsFail"
 RANKS = "NworRanksDisagree"
 
-pytestmark = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is missing")
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is missing")
 
 
 def scrape() -> dict[str, float]:
@@ -150,7 +153,9 @@ def refuse(reason: str) -> Any:
     world.finish(0)
     assert inner.stats()["fallbacks"] == {"commit_lost": 1}
     assert world.faults.drafts_are_off
-    assert world.faults.process(None) == (True, True)
+    notice = world.faults.take()
+    assert notice is not None
+    assert notice.lost
     return world.faults
 
 
@@ -227,6 +232,7 @@ def disagree(rank: int, meeting: str, results: Any) -> None:
         dist.destroy_process_group()
 
 
+@needs_promtool
 def test_every_alert_is_raised_by_what_really_happens(tmp_path: Path) -> None:
     results = mp.get_context("spawn").SimpleQueue()
     mp.spawn(disagree, args=(str(tmp_path / "meeting"), results), nprocs=2)
@@ -239,20 +245,114 @@ def test_every_alert_is_raised_by_what_really_happens(tmp_path: Path) -> None:
     check(tmp_path, cases)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_alerts_are_raised_by_what_kernels_count_on_cuda(tmp_path: Path) -> None:
-    def out_of_range() -> Any:
-        world = Round("cuda")
-        world.write()
-        slots = torch.tensor([[4, PAGES * SIZE, -1]], device="cuda")
-        assert not world.commit([1, 2, -1], 2, slots=[slots]).ok
-        return world
+# ---- commits that a GPU refuses ----
 
-    def slots_mixed_up() -> Any:
-        world = Round("cuda")
-        world.write(SLOTS, [3, 4, 5, 9])
-        assert not world.commit([1, 2, 3], 3).ok
-        return world
+Spoil = Callable[[Callable[..., Any], torch.Tensor, torch.Tensor], Any]
 
-    cases = {make.__name__: (added_by(make), {FAIL}) for make in (out_of_range, slots_mixed_up)}
+
+def as_it_is(commit: Callable[..., Any], path: torch.Tensor, counts: torch.Tensor) -> Any:
+    return commit(path, counts, rows="request")
+
+
+def with_count(commit: Callable[..., Any], path: torch.Tensor, counts: torch.Tensor) -> Any:
+    return commit(path, counts + 1, rows="request")
+
+
+def with_path(*rows: int) -> Spoil:
+    return lambda commit, path, counts: commit(
+        torch.tensor([rows]).to(path), counts, rows="request"
+    )
+
+
+def with_slots(*slots: int) -> Spoil:
+    return lambda commit, path, counts: commit(
+        path, counts, [torch.tensor([slots], device=path.device)], rows="request"
+    )
+
+
+def with_small_view(commit: Callable[..., Any], path: torch.Tensor, counts: torch.Tensor) -> Any:
+    keys = torch.zeros(2, 1, HEADS, 1, DIM, dtype=torch.bfloat16, device=path.device)
+    begin, held = torch.zeros(2, 1, dtype=torch.int32, device=path.device)
+    no_root = torch.tensor([-1], device=path.device)
+    tail = CommitTail(keys, keys.clone(), begin, no_root, held)
+    return commit(path, counts, rows="request", tail=tail)
+
+
+# What is wrong with a step: its commit, and how far from the first layer's slots the second one
+# writes; None: it writes nothing.
+SPOILED: dict[str, tuple[Spoil, int | None]] = {
+    "count_range": (with_count, 0),
+    "path_range": (with_path(1, 2, 3, 9), 0),
+    "not_a_chain": (with_path(1, 3, 2, 4), 0),
+    "slot_range": (with_slots(4, 5, 6, 2**40), 0),
+    "duplicate_slot": (with_slots(4, 5, 6, 4), 0),
+    "slot_mismatch": (as_it_is, 16),
+    "incomplete_staging": (as_it_is, None),
+    "rank_disagreement": (as_it_is, 0),
+    "tail_full": (with_small_view, 0),
+}
+
+
+def refuse_on(device: str, reason: str) -> Any:
+    """A step whose four drafts are accepted, one that a GPU refuses, and one that reads it."""
+    spoil, by = SPOILED[reason]
+    group = NAME if reason == "rank_disagreement" else ""
+    with other_rank() as other:
+        world = World(call=-1, layers=2, recovers=True, device=device, agreement_group=group)
+        world.finish(4)
+        other.words = REFUSAL
+        world.begin()
+        world.write("a")
+        if by is not None:
+            world.write("b", by)
+        commit = world.interceptor.commit
+        world.interceptor.commit = lambda path, counts, *_, **__: spoil(commit, path, counts)
+        world.finish(4)
+        assert not world.faults.drafts_are_off, "nobody has waited for the GPU"
+        world.finish(0)
+    torch.cuda.synchronize()
+    return world
+
+
+def series_of(reason: str) -> dict[str, float]:
+    """What that adds on a GPU."""
+    found = {
+        "nwor_rounds_total": 2,
+        "nwor_staged_tokens_total": 8,
+        "nwor_committed_tokens_total": 4,
+        "nwor_failed_tokens_total": 4,
+        f'nwor_commit_failures_total{{reason="{reason}"}}': 1,
+        'nwor_fallback_total{reason="commit_lost"}': 1,
+        "nwor_staging_off_engines": 1,
+    }
+    if reason == "incomplete_staging":  # the host knows it without the GPU
+        found['nwor_fallback_total{reason="incomplete_staging"}'] = 1
+    return found
+
+
+def of_alerts(series: dict[str, float]) -> dict[str, float]:
+    """Those that a rule looks at."""
+    named = set(re.findall(r"\b(?:nwor|specpv)_[a-z_]+\b", RULES.read_text()))
+    return {name: value for name, value in series.items() if name.partition("{")[0] in named}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("reason", SPOILED)
+def test_what_a_refusal_on_cuda_counts(reason: str) -> None:
+    """By the status words of our kernels, which the next step reads."""
+    added = of_alerts(added_by(lambda: refuse_on("cuda", reason)))
+    assert {name: value for name, value in added.items() if value} == series_of(reason)
+
+
+@needs_promtool
+def test_what_a_refusal_counts_raises_its_alerts(tmp_path: Path) -> None:
+    """The series that the test before finds on a GPU."""
+    of_a_cpu = {"ok", "stale_round", "write_failed"}
+    assert {*SPOILED} == {*COMMIT_ERRORS} - of_a_cpu
+    still = dict.fromkeys(of_alerts(scrape()), 0.0)
+    failed = {reason: RANKS if reason == "rank_disagreement" else FAIL for reason in SPOILED}
+    cases = {
+        f"a GPU refused: {reason}": (still | series_of(reason), {LOST, OFF, alert})
+        for reason, alert in failed.items()
+    }
     check(tmp_path, cases)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.python.packaging.made_up_gpu import FOUND, Tool, load_tool, made_up_gpu
+from tests.python.packaging.made_up_gpu import FOUND, TOOL, Tool, load_tool, made_up_gpu
 
 
 @pytest.fixture
@@ -321,6 +323,65 @@ def test_tests_that_cannot_be_collected_are_said(tool: Tool) -> None:
 
 # ---- sanitizers ----
 
+LAUNCHES = """
+import pytest, torch
+
+KERNELS = {"a": ["nwor::One<1>"], "b": ["nwor::One<2>", "nwor::One<3>"], "c": ["nwor::One<2>"],
+           "d": ["cublas"]}
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_cuda(name):
+    torch.launched.extend(KERNELS[name])
+
+@pytest.mark.parametrize("n", range(9))
+def test_cuda_too(n):
+    torch.launched.append("nwor::One<1>")
+
+def test_cuda_of_no_kernel():
+    pass
+"""
+
+
+def test_sanitizers_look_at_every_kernel_and_function(tool: Tool) -> None:
+    tool.write("test_some.py", LAUNCHES)
+    assert tool.call("sanitizers", checks=["memcheck", "racecheck"], all_tests=False) == 0
+    assert len(tool.outcomes("launches")) == 14
+    seen, kernels = {}, tool.data["kernels"]
+    for entry in (one for one in tool.data["tests"] if one["check"] == "launches"):
+        launched = {kernels[place] for place in entry.get("launches", [])}
+        seen[entry["test"].partition("::")[2]] = launched
+        assert "cublas" not in launched
+    for check in ("memcheck", "racecheck"):
+        tests = tool.outcomes(check)
+        assert {test.partition("[")[0] for test in tests} == {"test_cuda", "test_cuda_too"}
+        assert set().union(*(seen[test] for test in tests)) == set(kernels)
+        assert len(tests) <= 3
+        assert set(tests.values()) == {"passed"}
+
+
+def test_sanitizers_choose_when_all_launches_are_known(tool: Tool) -> None:
+    """A test that fails hides what it would have launched."""
+    tool.write("test_some.py", LAUNCHES + "\ndef test_cuda_fails():\n    assert False\n")
+    assert tool.call("sanitizers", checks="memcheck", all_tests=False) == 1
+    assert set(tool.outcomes("memcheck").values()) == {"passed"}
+    assert tool.outcomes("launches")["test_cuda_fails"] == "failed"
+
+
+def test_a_profiler_that_sees_nothing_is_no_success(tool: Tool) -> None:
+    tool.write("test_some.py", "def test_cuda(): pass\n")
+    with pytest.raises(SystemExit, match="has seen no launch of ours"):
+        tool.call("sanitizers", checks="memcheck", all_tests=False)
+
+
+def test_the_fewest_tests_launch_what_all_do(tool: Tool) -> None:
+    launches = tool.module.launches
+    launched = {"f[0]": [0, 1], "f[1]": [2], "f[2]": [2, 3, 4], "g": [], "h[0]": [0], "h[1]": [0]}
+    seconds = {"f[0]": 3.0, "f[1]": 1.0, "h[0]": 0.5, "h[1]": 0.1}
+    # The quickest of each function, and of the others those with most that is left.
+    assert launches.chosen(launched, seconds | {"f[2]": 9.0}) == ["f[0]", "f[1]", "f[2]", "h[1]"]
+    assert launches.chosen(launched, seconds) == ["f[0]", "f[2]", "h[1]"]
+    assert launches.chosen({}, {}) == []
+
 
 def test_a_finding_is_no_success(tool: Tool) -> None:
     tool.sanitizer('echo "========= ERROR SUMMARY: 2 errors"; code=9')
@@ -332,6 +393,7 @@ def test_a_finding_is_no_success(tool: Tool) -> None:
     assert sorted(blamed) == sorted({entry["test"] for entry in tool.data["tests"]})
     tool.sanitizer()
     arguments = ["--groups", "sanitizers", "--checks", "memcheck", "--json", str(tool.file)]
+    arguments.append("--all-tests")
     assert tool.module.main([*arguments, "--retry"]) == 0
     assert tool.data["findings"] == []
 
@@ -413,15 +475,34 @@ def test_it_is_refused_where_it_cannot_run(tool: Tool, monkeypatch: pytest.Monke
     assert "compute-sanitizer is not on the PATH" in refused("sanitizers")
 
 
-def test_the_probe_names_what_is_here() -> None:
-    """With this interpreter, which has no vLLM for GPUs."""
+@pytest.fixture
+def real_tool() -> Iterator[ModuleType]:
+    """With the groups of this project."""
     before = list(sys.path)
     try:
-        module = load_tool("nwor_gpu_probe")
+        yield load_tool("nwor_gpu_real")
     finally:
         sys.path[:] = before
-        sys.modules.pop("nwor_gpu_probe", None)
-    found = module.probe(sys.executable)
+        sys.modules.pop("nwor_gpu_real", None)
+
+
+def test_every_test_that_needs_a_gpu_is_in_a_group(real_tool: ModuleType) -> None:
+    root = TOOL.parents[1]
+    needing = [
+        str(path.relative_to(root))
+        for path in sorted((root / "tests").rglob("test_*.py"))
+        if re.search(r"skipif\(\s*not torch\.cuda\.is_available\(\)", path.read_text())
+    ]
+    assert len(needing) > 20
+    folders = tuple(f"{path}/" for group in real_tool.GROUPS.values() for path in group.paths)
+    assert [path for path in needing if not path.startswith(folders)] == []
+    left_out = real_tool.NOT_SANITIZED
+    assert all(any(path.startswith(one) for path in needing) for one in left_out)
+
+
+def test_the_probe_names_what_is_here(real_tool: ModuleType) -> None:
+    """With this interpreter, which has no vLLM for GPUs."""
+    found = real_tool.probe(sys.executable)
     assert found.keys() == FOUND.keys()
     with pytest.raises(SystemExit, match="/bin/false: failed"):
-        module.probe("/bin/false")
+        real_tool.probe("/bin/false")
