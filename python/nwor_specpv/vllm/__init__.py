@@ -11,6 +11,7 @@
     steps         the round of each step: begin, write, finish
     draft_rows    which rows are drafts, which of them were accepted: pure functions
     commit_status what became of commits on a GPU, without waiting for it
+    faults        what worker and scheduler do after a fault
     head_scores   logits of an EAGLE head over the tokens that it knows
     hooks         wrapped functions of vLLM: arguments, runners, prefix-cache hits, speculators
     backend       attention backends for the CPU and CUDA, and what their layers share

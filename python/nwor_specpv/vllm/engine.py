@@ -77,6 +77,7 @@ class Engine:
         self.num_drafts = self.num_passes = 0
         self.plain_step = False  # this step has no drafts and makes none (runner V2)
         self.prefix_hits = False  # a request may read what another one of the step computes
+        self.sizes_caches = False  # vLLM looks how large they may be
         self.refresh = self._make_refresh(vllm_config)
         self.tree_room = 0  # rows of a step; 0: their number is fixed
         self.trees = self._make_trees(vllm_config)
@@ -85,7 +86,8 @@ class Engine:
         self.draft_failures = DraftFailures(single_rank=single_rank)
         self.draft_lengths = self._list_lengths()
         most = self.setup.num_speculative_tokens
-        self.faults = Faults(recovers=support.recovers(vllm_config))
+        rank = 0 if single_rank else _rank()
+        self.faults = Faults(recovers=support.recovers(vllm_config), rank=rank)
         drafts = self.tree_room or vllm_config.scheduler_config.max_num_seqs * most
         self.staging = Staging(self.layers, self.settings, vllm_config, drafts, self.faults)
         self.steps = Steps(self.staging, self.faults)
@@ -342,6 +344,13 @@ def _with_views(settings: Settings, vllm_config: Any) -> Settings:
         return settings
     number = min(vllm_config.scheduler_config.max_num_seqs, MOST_VIEWS)
     return dataclasses.replace(settings, specpv_max_requests=number)
+
+
+def _rank() -> int:
+    """Among the tensor-parallel ranks, the first of which vLLM listens to."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().rank_in_group
 
 
 def engine_of(vllm_config: Any) -> Engine:

@@ -53,11 +53,12 @@ def _install(warning: str | None) -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from .hooks import arguments, runner_choice, speculators
+    from .hooks import arguments, recovery, runner_choice, speculators
 
     if warning is not None:
         logger.warning("nwor_specpv: %s", warning)
     speculators.prepare(_make_speculator)
+    recovery.prepare()
     problem = runner_choice.install()
     if problem is not None:  # vLLM takes its runner V1, which the rules of mode `lossless` refuse
         logger.warning("nwor_specpv: %s", problem)

@@ -29,7 +29,8 @@ class RegisteredEngine(Protocol):
     num_passes: int  # that make them; 0: guesses alone
     plain_step: bool  # has no drafts and makes none (runner V2)
     prefix_hits: bool  # a request may read what another one of the step computes
-    faults: Any  # what the scheduler has to know of them
+    sizes_caches: bool  # vLLM looks how large caches may be, with graphs that it takes away again
+    faults: Any  # of this worker
 
     def attach(self, runner: Any) -> None:
         """Says which model runner drives the engine."""

@@ -79,6 +79,11 @@ class Staging:
         contract checker sees such steps, too."""
         return not self._watched and not any(drafts) and max(lens, default=0) <= 1
 
+    @property
+    def agrees(self) -> bool:
+        """Whether ranks agree on each commit before any of them writes."""
+        return bool(self._settings.agreement_group)
+
     def release(self) -> None:
         """Lets go of every cache; the next `bind` starts afresh. REQUIRES: no open round."""
         self.interceptor = self.checker = None

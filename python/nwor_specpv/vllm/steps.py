@@ -96,6 +96,7 @@ class Steps:
         self.abort()
         if self._staging.writes_single_rows(lens, drafts):
             return
+        self._faults.note_step(drafts)
         interceptor = self._staging.bind(slot_mapping.device)
         if self._staging.checker is not None and not capture:
             self._staging.checker.snapshot()
@@ -201,11 +202,8 @@ class Steps:
             finally:
                 step.interceptor.abort()
             return
-        if self._learns_late(counts):
-            self._statuses.send(receipts)
-        elif not receipts[-1].ok:
-            self._end_refused(step, counts, receipts[-1])
-        elif checker is not None:
+        self._learn(step, counts, receipts)
+        if checker is not None and receipts[-1].ok:
             self._staging.note(checker.verify(receipts[-1], counts.tolist()))
 
     def abort(self) -> None:
@@ -213,6 +211,13 @@ class Steps:
         step, self._step = self._step, None
         if step is not None:
             step.interceptor.abort()
+
+    def _learn(self, step: OpenStep, counts: torch.Tensor, receipts: list[Any]) -> None:
+        """Finds out what became of the step's commits, or has the next step find it out."""
+        if self._learns_late(counts):
+            self._statuses.send(receipts)
+        elif not receipts[-1].ok:
+            self._end_refused(step, counts, receipts[-1])
 
     def _learns_late(self, counts: torch.Tensor) -> bool:
         """Whether a commit's outcome is known in the next step only: nobody waits for a GPU."""
@@ -246,15 +251,18 @@ class Steps:
                 step.interceptor.abort()
 
     def _close(self, step: OpenStep) -> None:
-        """Ends a step that staged nothing: all its rows are in the cache."""
+        """Ends a step that staged nothing: all its rows are in the cache, of this rank."""
         try:
             self._note_replay(step)
-            step.interceptor.commit(step.path, step.num_drafts)
+            receipt = step.interceptor.commit(step.path, step.num_drafts)
         except Exception:
             logger.exception(
                 "nwor_specpv: could not close a step without staged drafts; serving on"
             )
             step.interceptor.abort()
+            return
+        if self._staging.agrees:
+            self._learn(step, step.num_drafts, [receipt])
 
     def _note_replay(self, step: OpenStep) -> None:
         """Tells the interceptor of writes that a CUDA graph did: no layer has called us."""
@@ -297,6 +305,9 @@ class Steps:
         from the cache.
         """
         if not step.staged:
+            return
+        if self._staging.agrees and reason != "write_failed":  # the other ranks wrote nothing
+            self._lose(step.interceptor, reason, problem)
             return
         logger.error("nwor_specpv: accepted rows are written one by one: %s", problem)
         try:

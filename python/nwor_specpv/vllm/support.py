@@ -69,11 +69,9 @@ class Setup:
 
 
 def recovers(vllm_config: Any) -> bool:
-    """Whether requests can be computed again after a fault: the scheduler is in this process, and
-    no KV connector keeps what was computed wrongly."""
-    parallel = vllm_config.parallel_config
-    alone = parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni")
-    return alone and vllm_config.kv_transfer_config is None
+    """Whether requests can be computed again after a fault: the executor hands outputs of vLLM's
+    worker to the scheduler as they are."""
+    return vllm_config.parallel_config.distributed_executor_backend in (None, "uni", "mp")
 
 
 def describe(vllm_config: Any) -> Setup:

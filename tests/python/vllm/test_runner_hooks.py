@@ -192,15 +192,21 @@ def test_drafting_starts_after_vllms_warm_up(
 def test_caches_leave_room_for_views(
     case: str, worker: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker.determine_available_memory = lambda self: 1000
+    found = SimpleNamespace(left_for_caches=lambda available: available - 300)
+
+    def measure(self: Any) -> int:
+        assert case == "unknown" or found.sizes_caches
+        return 1000
+
+    worker.determine_available_memory = measure
     for _ in range(2):
         assert runner_hooks.install_memory("theirs.worker.Worker") is None
-    found = SimpleNamespace(left_for_caches=lambda available: available - 300)
     monkeypatch.setattr(registry, "find_engine", lambda _: None if case == "unknown" else found)
     made = worker([])
     said = 1000 if case == "the user has said" else None
     made.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=said))
     assert made.determine_available_memory() == (700 if case == "ours" else 1000)
+    assert case == "unknown" or not found.sizes_caches
 
 
 @pytest.mark.parametrize("kind", ["drafter", "speculator"])

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nwor_specpv.vllm.hooks import speculators
+from nwor_specpv.vllm.hooks import speculators, wrapping
 
 PACKAGE = "vllm.v1.worker.gpu.spec_decode"
 RUNNER = "vllm.v1.worker.gpu.model_runner"
@@ -39,7 +39,7 @@ def make_ours(vllm_config: object, device: object) -> str:
 
 
 def waiting() -> int:
-    return sum(isinstance(finder, speculators._Awaiting) for finder in sys.meta_path)
+    return sum(isinstance(finder, wrapping._Awaiting) for finder in sys.meta_path)
 
 
 @pytest.mark.usefixtures("made_up")

@@ -49,10 +49,14 @@ class World:
         layers: int = 1,
         *,
         recovers: bool = False,
+        agrees: bool = False,
+        device: str = "cpu",
+        **keys: Any,
     ) -> None:
         torch.manual_seed(1)
+        self.slots = SLOTS.to(device)
         self.caches = {
-            name: torch.zeros(PAGES, HEADS, SIZE, 2 * DIM, dtype=torch.bfloat16)
+            name: torch.zeros(PAGES, HEADS, SIZE, 2 * DIM, dtype=torch.bfloat16, device=device)
             for name in "abc"[:layers]
         }
         config = SimpleNamespace(
@@ -63,18 +67,24 @@ class World:
         )
         held = {name: SimpleNamespace(kv_cache=cache) for name, cache in self.caches.items()}
         self.faults = Faults(recovers=recovers)
-        staging = Staging(held, read_settings({"nwor_specpv": {}}, {}), config, 16, self.faults)
+        staging = Staging(held, read_settings({"nwor_specpv": keys}, {}), config, 16, self.faults)
         staging.groups = [list(held)]
-        staging.bind(SLOTS.device)
+        staging.bind(self.slots.device)
+        if agrees:  # with nobody
+            staging._settings = read_settings({"nwor_specpv": {"agreement_group": "tp"}}, {})
         self.interceptor = staging.interceptor = Refusing(staging.interceptor, error, call)
         self.steps = steps.Steps(staging, self.faults)
-        self.steps.begin(0, [5], [4], SLOTS)
+        self.begin()
         for name in held:
             self.write(name)
 
-    def write(self, layer: str) -> None:
-        self.key, self.value = torch.randn(2, 5, HEADS, DIM).to(torch.bfloat16)
-        assert self.steps.write(layer, self.key, self.value, SLOTS)
+    def begin(self) -> None:
+        self.steps.begin(0, [5], [4], self.slots)
+
+    def write(self, layer: str, by: int = 0) -> None:
+        """With `by` to slots that are so many further."""
+        self.key, self.value = torch.randn(2, 5, HEADS, DIM).to(self.slots.device, torch.bfloat16)
+        assert self.steps.write(layer, self.key, self.value, self.slots + by)
 
     def finish(self, accepted: int) -> None:
         self.steps.finish(lambda drafts: torch.full_like(drafts, accepted))
@@ -126,6 +136,46 @@ def test_a_rank_writes_nothing_on_its_own(short_chunks: None, call: int) -> None
     stats = world.interceptor.stats()
     assert stats["fallbacks"] == {"commit_lost": 1}
     assert not stats["round_open"]
+
+
+@pytest.mark.parametrize("reason", ["slot_mismatch", "write_failed"])
+def test_what_one_of_agreeing_ranks_refuses_none_has_written(reason: str) -> None:
+    """But for a write that failed when all had agreed."""
+    world = World(reason, recovers=True, agrees=True)
+    world.finish(4)
+    alone = reason == "write_failed"
+    assert world.written() == ([0, 1, 2, 3, 4] if alone else [0])
+    told = "commit_failure" if alone else "commit_lost"
+    assert world.interceptor.stats()["fallbacks"] == {told: 1}
+    notice = world.faults.take()
+    assert notice is not None
+    assert notice.lost is not alone
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rank_without_room_hears_that_the_others_refused(
+    monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Its own drafts are in its cache, and theirs are not in theirs."""
+    world = World("rank_disagreement", recovers=True, agrees=True, max_staging_bytes=1)
+    assert not world.steps.stages
+    if late:
+        commit = world.interceptor.commit
+        monkeypatch.setattr(world.steps, "_learns_late", lambda _: True)
+        monkeypatch.setattr(
+            world.interceptor,
+            "commit",
+            lambda *_, **__: (commit(), refused("rank_disagreement"))[1],
+        )
+    world.finish(4)
+    if late:
+        assert world.faults.take() is None
+        world.steps.finish(lambda _: pytest.fail("a step without drafts"))
+    notice = world.faults.take()
+    assert notice is not None
+    assert notice.lost
+    assert world.interceptor.stats()["fallbacks"]["commit_lost"] == 1
+    assert not world.interceptor.stats()["round_open"]
 
 
 @pytest.mark.parametrize("wrote", [False, True], ids=["did not run", "wrote elsewhere"])
@@ -234,8 +284,11 @@ def test_every_chunk_on_a_gpu_is_heard_of_in_the_next_step(
     assert not world.faults.drafts_are_off, "nobody has waited"
     world.steps.finish(lambda _: pytest.fail("a step without drafts"))
     assert world.faults.drafts_are_off
-    assert world.faults.process(object()) == (True, True)
+    notice = world.faults.take()
+    assert notice is not None
+    assert notice.lost
     assert world.interceptor.stats()["fallbacks"] == {"commit_lost": 1}
+    assert caplog.text.count("nwor_specpv bypass (commit_lost)") == 1
     assert f"refused with {code} (request 1, index 2, value 33)" in caplog.text
     world.steps.finish(lambda _: pytest.fail("a step without drafts"))
     assert world.interceptor.stats()["fallbacks"] == {"commit_lost": 1}, "said once"

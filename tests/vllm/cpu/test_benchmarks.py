@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,6 +103,31 @@ def test_kernels(
     assert theirs in capfd.readouterr().out
 
 
+TIMELINE = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import kernels, timeline
+kernels.KINDS = ("cpu_op",)
+sys.exit(timeline.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _stamp.read_stamp().cuda, reason="built without the CUDA toolkit: no NVTX")
+def test_timeline(tmp_path: Path) -> None:
+    """Operators of the CPU stand in for kernels. NVTX looks for a tool once in a process."""
+    out = tmp_path / "timeline.json"
+    arguments = [*SMALL, "--cell", "2x128", "--json", str(out)]
+    command = [sys.executable, "-c", TIMELINE, str(FOLDER), *arguments]
+    subprocess.run(command, check=True, timeout=900)
+    found = json.loads(out.read_text())
+    assert {"nwor.stage", "nwor.commit"} <= {name for name, _, _ in found["ranges"]}
+    assert {"verify", "sample"} <= {name for name, _, _ in found["parts"]}
+    assert {"verify", "sample"} <= {part for _, _, _, part, _ in found["kernels"]}
+    for _, begin, us in found["ranges"]:
+        assert 0 <= begin < begin + us <= found["step_us"]
+
+
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors meant for a GPU are made here; graphs run when they are captured."""
     for name in ("randn", "arange", "full"):
@@ -122,16 +148,26 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, value)
 
 
+KINDS = ("stock", "staging")
+
+
 @pytest.mark.slow
 def test_prefix_reuse(program: Callable[..., ModuleType], tmp_path: Path) -> None:
+    """Staging finds what stock vLLM finds with the same drafter, which may be less than plain."""
     out = tmp_path / "reuse.json"
-    sides = ("--sides", "plain", "staging, n-grams")
-    size = ("--conversations", 2, "--turns", 2, "--answer-tokens", 24)
-    assert program("prefix_reuse", *sides, *size, "--json", out).main() == 0
-    plain, staging = json.loads(out.read_text())["sides"]
-    assert plain["found"] == plain["possible"] == staging["possible"] > 0
-    assert plain["equal_answers"] == staging["equal_answers"] == plain["answers"] == 4
-    assert staging["found"] > 0
+    drafted = [f"{kind}, {drafter}" for drafter in ("n-grams", "EAGLE3") for kind in KINDS]
+    size = ("--conversations", 2, "--turns", 3, "--answer-tokens", 40)
+    assert program("prefix_reuse", "--sides", "plain", *drafted, *size, "--json", out).main() == 0
+    found = {side["side"]: side for side in json.loads(out.read_text())["sides"]}
+    plain = found["plain"]
+    assert plain["found"] == plain["possible"] > 0
+    for side in found.values():
+        assert side["possible"] == plain["possible"]
+        assert side["equal_answers"] == side["answers"] == 6
+    for name in ("n-grams", "EAGLE3"):
+        stock, staging = (found[f"{kind}, {name}"] for kind in KINDS)
+        assert staging["found_by_turn"] == stock["found_by_turn"]
+        assert 0 < staging["found"] <= plain["found"]
 
 
 @pytest.mark.slow
@@ -160,7 +196,7 @@ def test_specpv_report(
     out = tmp_path / "specpv.json"
     names = ("1x4096", "8x32768", "24x32768", "6x122880")
     module = program("specpv", "--cells", *names, "--json", out)
-    told = {"step_ms": 2.0, "tokens_per_s": 9.0, "passes": 3, "verify_ms": 1.0}
+    told = {"step_ms": 2.0, "tokens_per_s": 9.0, "passes": 3.0, "arms": {"3 passes": 96}}
     run = module.origin() | {"device": "none", "counts": {}, "cells": dict.fromkeys(names, told)}
     sides = ("stock", "refresh", "lossless")
     module.report(module.parse(), {side: [run] for side in sides})
@@ -170,8 +206,7 @@ def test_specpv_report(
     assert found["vllm"] == vllm.version.__version__
     monkeypatch.syspath_prepend(str(FOLDER.parents[1] / "tools"))
     table = importlib.import_module("tables.vllm")
-    monkeypatch.setattr(table, "load", lambda _: found)
-    lines = list(table.long_context_lines())
+    lines = list(table._head_lines(found))
     assert f"commit `{found['commit']}`" in lines[0]
     assert lines[0] == lines[0].strip()
     assert len(lines) == 2 + 2 + len(names)
@@ -210,7 +245,8 @@ def test_specpv_report_before_a_side_has_run(
     out = tmp_path / "specpv.json"
     module = program("specpv", "--cells", "1x4096", "--json", out)
     module.report(module.parse(), {"stock": []})
-    assert json.loads(out.read_text())["cells"] == {"1x4096": {"stock": [], "step_ms": {}}}
+    nothing = {"step_ms": {}, "ratio": {}, "speed": {}}
+    assert json.loads(out.read_text())["cells"] == {"1x4096": {"stock": []} | nothing}
 
 
 class Requests:
@@ -249,18 +285,23 @@ def test_specpv_requests_last_as_long_as_the_steps(
     module = program("specpv")
     seconds = SimpleNamespace(perf_counter=itertools.count().__next__, monotonic_ns=lambda: 0)
     monkeypatch.setattr(module, "time", seconds)
-    monkeypatch.setattr(module, "worker_runner", lambda _: SimpleNamespace(speculator=None))
+    graphs = SimpleNamespace(run_fullgraph=None)
+    monkeypatch.setattr(
+        module, "worker_runner", lambda _: SimpleNamespace(cudagraph_manager=graphs)
+    )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    clock = SimpleNamespace(reset=lambda: None, mean_ms=lambda: 1.0)
+    longest = 1 + max(module.LONG_DRAFTS.values())
 
-    def measure(steps: int, most: int | None = None) -> dict[str, Any]:
-        llm = SimpleNamespace(llm_engine=Requests(1 + module.LONG_DRAFTS, most))
-        return module.measure(llm, clock, 2, 128, steps)
+    def measure(steps: int, settle: int = 0, most: int | None = None) -> dict[str, Any]:
+        engine = Requests(longest, most)
+        core = SimpleNamespace(scheduler=None, batch_queue=None)
+        engine.engine_core = SimpleNamespace(engine_core=core)
+        return module.Bench(SimpleNamespace(llm_engine=engine), steps).measure(2, 128, settle)
 
-    for steps in (1, 48, 200):
-        assert measure(steps)["tokens_per_s"] == 2 * steps * (1 + module.LONG_DRAFTS)
+    for steps, settle in ((1, 0), (48, 2), (200, 1)):
+        assert measure(steps, settle)["tokens_per_s"] == 2 * steps * longest
     with pytest.raises(RuntimeError, match="has ended after 300 tokens"):
-        measure(48, 300)
+        measure(48, most=300)
 
 
 def test_ncu_table(program: Callable[..., ModuleType], tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ import pytest
 
 from nwor_specpv import Metrics
 from nwor_specpv.vllm import faults
-from support.broken_steps import OF_LAYERS, OF_SLOTS, BrokenSteps, failures, reset
+from support.broken_steps import (
+    OF_LAYERS,
+    OF_SLOTS,
+    BrokenSteps,
+    drafts_are_off,
+    failures,
+    reset,
+)
 from support.engines import STOCK, drive, greedy, own_engine, start, story_prompts
 from support.engines import stats as own_stats
 from support.metric_counts import grown
@@ -38,11 +45,11 @@ def test_faults_that_a_commit_finds(monkeypatch: pytest.MonkeyPatch) -> None:
         assert steps.num_broken > 0
         assert failures(before, Metrics().snapshot()) == {fault: steps.num_broken}
         assert grown(before, "nwor_recoveries_total") == (steps.num_broken if late else 0)
-        assert engine.faults.drafts_are_off is late
+        assert drafts_are_off(llm) is late
         found: dict[str, Any] = own_stats()["fallbacks"]
         told = "commit_lost" if late else "commit_failure"
         assert found[told] - old.get(told, 0) == steps.num_broken
-        reset(engine)
+        reset(llm)
     before = own_stats()["committed_tokens"]
     assert drive(llm, story_prompts(REQUESTS), greedy(TOKENS)).tokens == expected
     assert own_stats()["committed_tokens"] > before

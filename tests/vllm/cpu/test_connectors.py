@@ -20,6 +20,7 @@ from support.connector_runs import (
     Reference,
     begin,
     check_fault,
+    check_fault_with_kept_copies,
     check_host,
     check_offloading,
     check_run,
@@ -103,8 +104,13 @@ def test_preempted_requests_come_back(known: Reference) -> None:
     assert counted(llm, "vllm:num_preemptions") > 0
 
 
-def test_a_fault_ends_the_engine(known: Reference) -> None:
-    check_fault(begin(offloading(), nwor={}), known)
+def test_after_a_fault_copies_are_forgotten(known: Reference) -> None:
+    """Answers are saved as well, where the plugin allows it."""
+    check_fault(begin(offloading(offload_prompt_only=ADAPTER.offloads_last_token), nwor={}), known)
+
+
+def test_after_a_fault_a_connector_that_cannot_forget_ends_the_engine(known: Reference) -> None:
+    check_fault_with_kept_copies(begin(host_connector("layer"), nwor={}), known)
 
 
 def test_what_vllm_offloads_of_a_text_that_ends_with_a_block() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 
 from nwor_specpv import Metrics, NworError
 from nwor_specpv.vllm import faults, steps
+from nwor_specpv.vllm.hooks.recovery import recovery_of
+from support.engine_process import run_job
 from support.engines import STOCK, drive, greedy, own_engine, start, story_prompts
+from support.metric_counts import grown
+from support.prefix_cache_blocks import scheduler_of
 from support.refusals import fail_commits, refuse_commits
 
 pytestmark = pytest.mark.serves("recovery", "V1")
@@ -89,10 +94,45 @@ def test_tokens_that_cannot_be_written_are_computed_again(
     assert recoveries() - before == interceptor.num_failed > 2
 
 
-def test_elsewhere_tokens_that_cannot_be_written_end_the_engine(
+@pytest.mark.parametrize(
+    "apart",
+    [
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        pytest.param(
+            {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["worker apart", "scheduler and worker apart"],
+)
+def test_a_scheduler_in_another_process_is_told(
+    expected: dict[str, list[int]], tmp_path: Path, apart: dict[str, str]
+) -> None:
+    """Executor `mp`, which servers on a CPU always have."""
+    job = {
+        "start": {
+            "nwor": {},
+            "enable_prefix_caching": True,
+            "distributed_executor_backend": "mp",
+        },
+        "commits": ("refused", [3, 4, 9, 20]),
+        "prompts": story_prompts(REQUESTS),
+        "arrivals": [0, 0, 0, 4, 9, 30],
+        "max_tokens": TOKENS,
+    }
+    result = run_job(tmp_path, job, **apart)
+    assert result["tokens"] == [expected[str(i)] for i in range(REQUESTS)]
+    (worker,) = result["ranks"]
+    assert worker["stats"]["fallbacks"] == {"commit_lost": 4}
+    assert worker["counted"]["nwor_recoveries_total"] == 4
+    assert worker["stats"]["committed_tokens"] > 0
+    assert result["log"].count("a commit was refused with slot_range") == 4
+
+
+def test_where_nobody_hears_of_it_tokens_that_cannot_be_written_end_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With several ranks, say: the requests must not go on, and it is counted."""
+    """With Ray's executor, say: the requests must not go on, and it is counted."""
 
     def fail(*_: Any) -> None:
         raise RuntimeError("no write either")
@@ -129,7 +169,7 @@ def test_drafts_pause_and_come_back(expected: dict[str, list[int]]) -> None:
     llm = run_engine()
     clock = SimpleNamespace(now=0.0)
     engine = own_engine()
-    engine.faults._clock = lambda: clock.now
+    engine.faults._clock = recovery_of(scheduler_of(llm))._clock = lambda: clock.now
     interceptor = refuse_commits(engine, {1})
     assert drive(llm, story_prompts(REQUESTS), greedy(TOKENS)).tokens == expected
     assert interceptor.num_commits == 1, "no drafts, nothing to commit"
@@ -143,7 +183,7 @@ def test_drafts_pause_and_come_back(expected: dict[str, list[int]]) -> None:
 def test_after_a_broken_contract_the_engine_serves_on_without_drafts(
     expected: dict[str, list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    llm, before = run_engine({"check_contract": True}), recoveries()
+    llm, before = run_engine({"check_contract": True}), Metrics().snapshot()
     engine = own_engine()
     own, spoilt = engine.layers[engine.own_layers[0]].kv_cache, []
     verify = engine.checker.verify
@@ -162,7 +202,8 @@ def test_after_a_broken_contract_the_engine_serves_on_without_drafts(
     )
     with caplog.at_level(logging.ERROR, "nwor_specpv"):
         assert drive(llm, story_prompts(REQUESTS), greedy(TOKENS)).tokens == expected
-    assert recoveries() - before == 1
-    assert engine.faults.drafts_are_off
+    assert grown(before, "nwor_recoveries_total") == 1
+    assert grown(before, "nwor_contract_violations_total") == len(engine.violations) >= 1
+    assert caplog.text.count("the contract checker found") == len(engine.violations)
+    assert recovery_of(scheduler_of(llm)).drafts_are_off
     assert caplog.text.count("the commit contract was broken; running requests are computed") == 1
-    assert len(engine.violations) >= 1

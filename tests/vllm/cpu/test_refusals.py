@@ -334,8 +334,9 @@ def engine_for(config: Any, patch: pytest.MonkeyPatch, **nwor: Any) -> Engine:
     ids=["sharing", "alibi", "sinks", "head"],
 )
 def test_a_layer_we_cannot_serve_is_vllms(
-    change: dict, problem: str, config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    change: dict, problem: str, config: Any, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     """The layer alone: others of the same model are staged. `layers.0` is none of ours."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -350,7 +351,9 @@ def test_a_layer_we_cannot_serve_is_vllms(
                 with pytest.raises(NworError, match=f"a layer has {problem}"):
                     NworCpuImpl(**(SHAPE | change))
             else:
-                assert type(NworCpuImpl(**(SHAPE | change))) is CPUAttentionBackendImpl
+                with caplog.at_level(logging.WARNING, "nwor_specpv"):
+                    assert type(NworCpuImpl(**(SHAPE | change))) is CPUAttentionBackendImpl
+                assert f"nwor_specpv leaves a layer to vLLM: it has {problem}" in caplog.text
 
 
 def test_nobody_reads_drafts_from_a_cache_of_ours(

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,30 +73,66 @@ def test_the_command_line_reads_the_running_server(server: Server) -> None:
     }
 
 
-def test_a_killed_worker_ends_its_requests_and_a_new_server_serves(tmp_path: Path) -> None:
-    """The engine's process is killed in the middle of a round: vLLM tells its clients and ends.
+PROMPTS = [
+    "Write the numbers from one to two hundred in words, separated by commas.",
+    "Say hello.",
+    "Write the number 7 twenty times, separated by commas.",
+]
+
+
+@pytest.fixture(scope="module")
+def plain_answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What vLLM alone answers."""
+    with serve(tmp_path_factory.mktemp("plain"), enable_nwor=False) as running:
+        return [complete(running.url, prompt) for prompt in PROMPTS]
+
+
+def test_a_killed_worker_ends_its_requests_and_a_new_server_serves(
+    plain_answers: list[str], tmp_path: Path
+) -> None:
+    """The worker is killed in the middle of a round: vLLM tells its clients and ends.
 
     Staging dies with the process, and nothing of it outlives the process.
     """
-    prompt = "Write the numbers from one to two hundred in words, separated by commas."
-    with serve(tmp_path) as running, ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(complete, running.url, prompt, 800) for _ in range(2)]
-        while not in_a_round(running.metrics):
+    told = tmp_path / "place.json"
+    with serve(tmp_path, fault=f"block:{told}") as running, ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(complete, running.url, PROMPTS[0], 800) for _ in range(2)]
+        while not told.exists():
             assert not any(answer.done() for answer in answers)
             time.sleep(0.1)
-        workers = psutil.Process(running.process.pid).children(recursive=True)
-        (core,) = [worker for worker in workers if "EngineCore" in worker.name()]
-        core.kill()
+        place = json.loads(told.read_text())
+        assert place["round_open"]
+        assert 0 < place["written"] < place["layers"], "some layers have staged, others have not"
+        worker = psutil.Process(place["pid"])
+        assert worker in psutil.Process(running.process.pid).children(recursive=True)
+        rounds = scrape(running.metrics)["nwor_rounds_total"]
+        time.sleep(2)
+        assert scrape(running.metrics)["nwor_rounds_total"] == rounds, "it did not stay there"
+        assert not any(answer.done() for answer in answers)
+        worker.kill()
         for answer in answers:
             with pytest.raises(Exception, match=r"500|[Ee]ngine|[Cc]onnection"):
                 answer.result(timeout=120)
         assert running.process.wait(timeout=120) is not None
     with serve(tmp_path) as again:
-        assert complete(again.url, "Say hello.", 8)
+        assert [complete(again.url, prompt) for prompt in PROMPTS] == plain_answers
 
 
-def in_a_round(metrics: str) -> bool:
-    try:
-        return scrape(metrics).get("nwor_staged_tokens_total", 0) > 0
-    except (urllib.error.URLError, ConnectionError):
-        return False
+def test_refused_commits_are_survived_by_clients(plain_answers: list[str], tmp_path: Path) -> None:
+    """Scheduler and worker are two processes here. Nothing wrong is answered, and nobody is sent
+    away; drafts go on, as there is no pause."""
+    with serve(tmp_path, fault="refuse") as running, ThreadPoolExecutor(3) as pool:
+        for _ in range(2):
+            assert list(pool.map(lambda p: complete(running.url, p), PROMPTS)) == plain_answers
+        assert scrape(running.metrics)["nwor_committed_tokens_total"] > 0
+        deadline = time.monotonic() + 60
+        while len(set(told := refusals(running))) > 1:  # a step may be under way yet
+            assert time.monotonic() < deadline, told
+            time.sleep(0.1)
+        assert told[0] > 1
+
+
+def refusals(server: Server) -> tuple[float, float]:
+    """As counted, and as logged."""
+    line = "a commit was refused with slot_range"
+    return scrape(server.metrics)["nwor_recoveries_total"], server.log.read_text().count(line)

@@ -16,7 +16,7 @@ import sys
 import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +26,8 @@ from aiohttp import web
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "benchmarks" / "vllm"
-NAMES = ("serving", "serving_load", "serving_measure", "serving_records", "serving_summary")
-NAMES += ("http_client", "server_process")
+NAMES = ("serving", "serving_load", "serving_measure", "serving_models", "serving_records")
+NAMES += ("serving_summary", "http_client", "model_shapes", "server_process")
 TEXT = "one two three four five six seven eight nine ten " * 40
 
 
@@ -46,7 +46,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("table", ["chat", "long", "tiny"])
+@pytest.mark.parametrize("table", ["chat", "long", "long32k", "tiny"])
 def test_lengths_follow_their_table(modules: SimpleNamespace, table: str) -> None:
     load, told = modules.serving_load, modules.serving_load.tables()
     for what, lengths in told["tables"][table].items():
@@ -198,22 +198,25 @@ class Letters:
 def doubles(
     modules: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[dict[str, Double]]:
-    """Both sides are made up, and so is the tokenizer."""
+    """Sides are made up, and so is the tokenizer."""
     import transformers
 
-    found = {"stock": Double(), "nwor": Double()}
+    found = {name: Double() for name in ("plain", "stock", "nwor", "long")}
 
-    def launch(name: str, arguments: Any, log: Path, *, settings: Any) -> Any:
-        assert (settings is None) == (name == "stock")
+    def launch(name: str, arguments: Any, log: Path, *, settings: Any, variables: Any) -> Any:
+        assert variables["VLLM_CACHE_ROOT"].endswith(f"/{name}")
+        assert (settings is None) == (name in ("plain", "stock"))
         return modules.server_process.Server(name, found[name].url, None, log)
 
     (tmp_path / "text.txt").write_text(TEXT)
     monkeypatch.setattr(modules.server_process, "launch", launch)
-    monkeypatch.setattr(modules.server_process, "wait_until_ready", lambda _: None)
+    monkeypatch.setattr(modules.server_process, "is_ready", lambda _: True)
     monkeypatch.setattr(modules.server_process, "end", lambda _: None)
     tokenizer = SimpleNamespace(from_pretrained=lambda _: Letters())
     monkeypatch.setattr(transformers, "AutoTokenizer", tokenizer)
-    with served(found["stock"]), served(found["nwor"]):
+    with ExitStack() as stack:
+        for double in found.values():
+            stack.enter_context(served(double))
         yield found
 
 
@@ -241,7 +244,7 @@ def test_both_sides_are_asked_the_same(
         """In any order: clients may overtake each other, and turns come the other way round."""
         return sorted(json.dumps(body, sort_keys=True) for body in double.asked)
 
-    stock, nwor = map(bodies, doubles.values())
+    stock, nwor = (bodies(doubles[name]) for name in ("stock", "nwor"))
     assert stock == nwor
     prompts = [tuple(body["prompt"]) for body in doubles["stock"].asked]
     assert len(set(prompts)) > len(prompts) * 0.9
@@ -272,8 +275,106 @@ def test_both_sides_are_asked_the_same(
     assert sum(line.startswith("| ") for line in lines) == 2 + 6
     assert not any("Not measured" in line for line in lines)
     picture = ET.fromstring(modules.plot.render(told))
-    assert len(picture.findall(".//{http://www.w3.org/2000/svg}circle")) == 4
+    assert len(picture.findall(".//{http://www.w3.org/2000/svg}circle")) == 8
     assert (tmp_path / "out" / "plot.svg").exists()
+
+
+def test_plain_vllm_is_a_peer(
+    modules: SimpleNamespace, doubles: dict[str, Double], tmp_path: Path
+) -> None:
+    """Of its own or beside stock; shares are of what stock served where it is asked."""
+    sides = command(tmp_path, "--turns", "1", "--temperature", "0.5", "--sides", "plain", "long")
+    assert modules.serving.main(sides) == 0
+    assert {body["temperature"] for body in doubles["plain"].asked} == {0.5}
+    result = tmp_path / "serving_made_up.json"
+    assert modules.serving.main([*sides, "--summary", str(result)]) == 0
+    told = json.loads(result.read_text())
+    assert told["drafter"] == {"plain": None, "long": None}
+    served = {load["load"]: load["sides"]["plain"]["requests_per_s"] for load in told["loads"]}
+    assert told["most_requests_per_s"] == served["all"]
+    lines = list(modules.table.result_lines(told))
+    assert "temperature 0.5" in lines[0]
+    assert "to plain" in lines[2]
+    assert "to stock" not in lines[2]
+
+    three = [*command(tmp_path, "--turns", "1"), "--sides", "plain", "stock", "long"]
+    three[three.index("--out") + 1] = str(tmp_path / "three")
+    assert modules.serving.main(three) == 0
+    assert modules.serving.main([*three, "--summary", str(result)]) == 0
+    told = json.loads(result.read_text())
+    for load in told["loads"]:
+        assert load["sides"]["long"].keys() >= {"to_stock", "to_plain"}
+        if load["load"] == "all":
+            assert told["most_requests_per_s"] == load["sides"]["stock"]["requests_per_s"]
+    columns = list(modules.table.result_lines(told))[2].split(" | ")
+    assert columns[4:6] == ["to stock", "to plain"]
+    picture = ET.fromstring(modules.plot.render(told))
+    assert len(picture.findall(".//{http://www.w3.org/2000/svg}circle")) == 2 * 2 * 3
+    with pytest.raises(ValueError, match="loads in % need the side stock or plain"):
+        modules.serving_records.plan([modules.serving_load.Load("50%")], ["nwor"], 1)
+
+
+def argument(told: list[str], name: str) -> str:
+    return told[told.index(name) + 1]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_servers_are_told(
+    modules: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: bool
+) -> None:
+    """All sides the same, but for their drafts."""
+    for name in ("serving", "serving_models"):
+        monkeypatch.setattr(getattr(modules, name), "has_gpu", lambda: gpu)
+    memory = SimpleNamespace(stdout="143771\n", total=1000 << 20)
+    monkeypatch.setattr(modules.serving_models.subprocess, "run", lambda *_, **__: memory)
+    monkeypatch.setattr(modules.serving_models.psutil, "virtual_memory", lambda: memory)
+    told = ["--out", str(tmp_path), "--model", "m", "--lengths", "long32k"]
+    told += ["--sides", "plain", "stock", "long", "--server-args", "--max-num-seqs 24"]
+    args = modules.serving.parse(told)
+    modules.serving_models.resolve(args)
+    sides = {side: modules.serving.server_arguments(side, args) for side in args.sides}
+    for side in sides.values():
+        assert argument(side, "--max-num-seqs") == "24"
+        assert 29_000 < int(argument(side, "--max-model-len")) < 32_768
+        assert argument(side, "--generation-config") == "vllm"
+        size = int(argument(side, "--kv-cache-memory-bytes"))
+        total = (143771 if gpu else 1000) << 20
+        assert size == pytest.approx(0.15 * total, rel=0.01)
+        assert ("--gpu-memory-utilization" in side) == gpu
+    drafting = {side for side, words in sides.items() if "--speculative-config" in words}
+    assert drafting == {"stock"}
+    settings = [modules.serving_models.settings(side, args) for side in sides]
+    assert settings == [None, None, {"enable_specpv": True}]
+    args = modules.serving.parse([*told, "--server-args", "--kv-cache-memory-bytes 7"])
+    modules.serving_models.resolve(args)
+    assert modules.serving.server_arguments("stock", args).count("--kv-cache-memory-bytes") == 1
+
+
+def test_shapes_of_a_large_model(modules: SimpleNamespace, tmp_path: Path) -> None:
+    """The folder has its configuration, and a tokenizer that knows every word of the vocabulary."""
+    from transformers import AutoTokenizer
+
+    from nwor_specpv.models import smollm2
+
+    told = ["--out", str(tmp_path), "--model", "llama-3.1-8b", "--head", "dummy"]
+    args = modules.serving.parse([*told, "--dtype", "float32"])
+    modules.serving_models.resolve(args)
+    real, ours = (AutoTokenizer.from_pretrained(f) for f in (smollm2("float32"), args.model))
+    assert ours.encode(TEXT + "  wörd\n1234") == real.encode(TEXT + "  wörd\n1234")
+    config = json.loads((Path(args.model) / "config.json").read_text())
+    assert len(ours) == config["vocab_size"] == 128256
+    assert ours.decode([128255]) == "word128255"
+    words = modules.serving.server_arguments("nwor", args)
+    assert argument(words, "--load-format") == "dummy"
+    drafter = json.loads(argument(words, "--speculative-config"))
+    assert drafter["num_speculative_tokens"] == len(drafter["synthetic_acceptance_rates"])
+    head = json.loads((Path(drafter["model"]) / "config.json").read_text())
+    assert head["hidden_size"] == config["hidden_size"]
+    recorded = modules.serving.told_of(args)
+    assert recorded["drafter"]["nwor"]["model"] == recorded["head"] == "head"
+    data = recorded | {"device": "d", "vllm": "v", "commit": "c", "loads": []}
+    (line, *_) = modules.table.result_lines(data)
+    assert "accepted in 75 %, 55 %, 40 %, 30 % of steps" in line
 
 
 def test_what_fails_is_recorded_and_tried_again(

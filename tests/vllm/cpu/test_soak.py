@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "vllm"
-NAMES = ("soak", "soak_traffic", "soak_books", "http_client", "server_process")
+NAMES = ("soak", "soak_adapters", "soak_traffic", "soak_books", "http_client", "server_process")
 SEED = int(os.environ.get("NWOR_TEST_SEED", random.randrange(2**31)))
 TEXT = " ".join(str(number) for number in range(2000))
 BALANCED = {"staged": 90, "committed": 50, "rejected": 40, "failed": 0}
@@ -222,6 +222,41 @@ def test_a_verdict_names_what_is_wrong(modules: SimpleNamespace) -> None:
     assert books.verdict(answers, counters, ["grew"], "Traceback (most recent)", exact=False) == [
         "grew", "the log has a traceback"
     ]  # fmt: skip
+
+
+def test_adapters_leave_the_last_place_empty(modules: SimpleNamespace, tmp_path: Path) -> None:
+    from nwor_specpv.models import stories
+
+    told = modules.soak_adapters.make(tmp_path, str(stories()))
+    adapters = [word for word in told if "=" in word]
+    assert len(adapters) == len(modules.soak_adapters.NAMES)
+    assert int(told[told.index("--max-loras") + 1]) == len(adapters) + 1
+
+
+def test_a_result_can_be_recorded(
+    modules: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The table of docs/vllm_validation.md is made from it."""
+    monkeypatch.syspath_prepend(str(FOLDER.parents[1] / "tools"))
+    copy = tmp_path / "copy.json"
+    args = modules.soak.parse(["--model", "made-up", "--out", str(tmp_path), "--json", str(copy)])
+    run = SimpleNamespace(answers=modules.soak_books.Answers(), memory=modules.soak_books.Memory())
+    run.own = dict(zip(("staged", "committed", "rejected", "failed"), (9, 5, 4, 0), strict=True))
+    run.engine = {"num_preemptions": 3.0, "prefix_cache_hits": 64.0}
+    for second in range(100):
+        run.memory.note(second, engine=(100 + second) << 20)
+    run.answers.note(modules.soak_traffic.Request("greedy", {"max_tokens": 1}), reply(modules))
+    assert modules.soak.report(args, run, []) == 0
+    assert modules.soak.report(args, run, ["a | b\nc"]) == 1
+    assert copy.read_text() == (tmp_path / "soak.json").read_text()
+    table = importlib.import_module("tables.soak")
+    lines = list(table.result_lines([json.loads(copy.read_text())]))
+    for module in [name for name in sys.modules if name.partition(".")[0] == "tables"]:
+        del sys.modules[module]
+    assert "| staged = committed + rejected + failed | 9 = 5 + 4 + 0 |" in lines
+    assert "| requests | 1: 1 greedy |" in lines
+    assert "| wrong | a / b c |" in lines
+    assert any("engine 199 (+50.0)" in line for line in lines)
 
 
 @pytest.mark.slow

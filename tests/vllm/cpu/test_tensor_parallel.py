@@ -34,15 +34,46 @@ def test_two_ranks_commit_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_disagree_end_the_engine(tmp_path: Path) -> None:
-    """One rank's commit is told of a row too few: no rank commits or writes rows of its own."""
+def test_after_ranks_disagreed_requests_are_computed_again(tmp_path: Path) -> None:
+    """One rank's commits are told of a row too few: no rank commits or writes rows of its own."""
+    prompts = story_prompts(6)
+    expected = drive(start(STOCK), prompts, greedy())
     nwor = {"agreement_group": "tp", "check_contract": True}
-    job = {"start": {"nwor": nwor, "tensor_parallel_size": 2}, "disagree": True}
-    with pytest.raises(AssertionError) as raised:
-        run_job(tmp_path, job | {"prompts": story_prompts(3), "max_tokens": 40})
-    log = str(raised.value)
+    result = run_job(
+        tmp_path,
+        {
+            "start": {"nwor": nwor, "tensor_parallel_size": 2},
+            "commits": ("disagree", [2, 3, 9]),
+            "prompts": prompts,
+            "max_tokens": 80,
+        },
+        VLLM_LOGGING_LEVEL="WARNING",
+    )
+    assert result["tokens"] == [expected.tokens[str(i)] for i in range(6)]
+    log = result["log"]
+    assert "nwor_specpv bypass (rank_disagreement)" in log
     assert "tensor-parallel ranks accepted different tokens" in log
     assert "accepted rows are written one by one" not in log
+    for rank in result["ranks"]:
+        assert rank["violations"] == []
+        assert rank["stats"]["fallbacks"] == {"rank_disagreement": 3, "commit_lost": 3}
+        assert rank["counted"]["nwor_recoveries_total"] == 3
+        assert rank["counted"]["nwor_commit_failures_total"]["rank_disagreement"] == 3
+
+
+@pytest.mark.slow
+def test_a_fault_that_one_rank_has_alone_ends_the_engine(tmp_path: Path) -> None:
+    """vLLM hears of errors of the first rank only, so the other one's process ends."""
+    job = {
+        "start": {"nwor": {"agreement_group": "tp"}, "tensor_parallel_size": 2},
+        "commits": ("alone", [2]),
+        "prompts": story_prompts(3),
+        "max_tokens": 40,
+    }
+    with pytest.raises(AssertionError) as raised:
+        run_job(tmp_path, job)
+    log = str(raised.value)
+    assert "rank 1 ends, since the other ranks do not know it: restart the server" in log
 
 
 def long_prompts() -> list[list[int]]:

@@ -26,7 +26,7 @@ from support.book_texts import (
     read,
     texts,
 )
-from support.compare_runs import compare_runs
+from support.compare_runs import compare_runs, errors_against_float32
 from support.disturbances import stories as story_script
 from support.disturbances import wanted
 from support.engines import NGRAM, drive, own_engine, release_engines
@@ -54,6 +54,8 @@ from support.gpu_engines import (
     begin,
     both_guesses,
     both_runners,
+    check_runner,
+    choose_runner,
     smollm2_head,
     stories_on_gpu,
 )
@@ -102,7 +104,7 @@ def test_refresh_reads_a_book(
     """
     from nwor_specpv.vllm.specpv import drift
 
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
+    choose_runner(monkeypatch, runner)
     replayed = watch_replays(monkeypatch)
     speculation = smollm2_head(tmp_path) if runner == "v2" else NGRAM
     model = {"model": str(smollm2("bfloat16")), "speculation": speculation}
@@ -113,7 +115,7 @@ def test_refresh_reads_a_book(
         cover_all(patch, tokens=256)
         before = Metrics().snapshot()
         ours = read(llm, texts(*COVERED), LENGTHS)
-    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+    check_runner(runner)
     partial, probed, deviating = counts(before)
     print(
         f"{runner}, all in view: {partial} partial steps, {sum(replayed)} of them replayed, "
@@ -137,6 +139,61 @@ def test_refresh_reads_a_book(
     assert partial > 15
     assert sum(replayed) > 10
     assert probed > 0
+    assert own_stats()["committed_tokens"] > 0
+    assert own_stats()["fallbacks"] == {}
+
+
+@pytest.mark.serves("refresh", "V2")
+def test_refresh_over_a_float8_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full graphs, with the shipped head. Over views that hold everything log-probabilities are as
+    close to float32 as plain vLLM's over such a cache; then texts that outgrow the view."""
+    from nwor_specpv.vllm.specpv import drift
+
+    choose_runner(monkeypatch, "v2")
+    replayed = watch_replays(monkeypatch)
+    options = BOOK_OPTIONS | GRAPHS | {"kv_cache_dtype": "fp8", "max_num_seqs": 4}
+    options["model"] = str(smollm2("bfloat16"))
+    params = [wanted(length) for length in LENGTHS]
+    llm = begin(PLAIN, **(options | STOCK))
+    tokenizer = llm.get_tokenizer()
+    prompts = [tokenizer(text).input_ids for text in texts(*COVERED)]
+    plain = drive(llm, prompts, params).outputs
+    del llm
+    release_engines()
+    llm = begin(BOOK_VIEW, speculation=smollm2_head(tmp_path), **options)
+    monkeypatch.setattr(drift, "_READ_INTERVAL", 1)
+
+    with monkeypatch.context() as patch:
+        cover_all(patch, tokens=256)
+        before = Metrics().snapshot()
+        ours = drive(llm, prompts, params).outputs
+    check_runner("v2")
+    caches = [own_engine().layers[name].kv_cache for name in own_engine().own_layers]
+    assert {cache.dtype for cache in caches} == {torch.uint8}
+    partial, probed, deviating = counts(before)
+    told = [(prompts[int(name)], plain[name], ours[name]) for name in plain]
+    errors = errors_against_float32(smollm2("bfloat16"), told)
+    print(
+        f"all in view: {partial} partial steps, {sum(replayed)} of them replayed, {deviating} of "
+        f"{probed} rows deviate; errors against float32, beside plain vLLM's: {errors}"
+    )
+    assert partial > 8
+    assert sum(replayed) > 0
+    assert probed > 0
+    assert deviating == 0
+    assert len(errors.got) > 60
+    assert errors.ratio < 1.25
+
+    replayed.clear()
+    before = Metrics().snapshot()
+    longer = [tokenizer(text).input_ids for text in texts(*LONGER)]
+    story = drive(llm, longer, [wanted(length) for length in LONGER_LENGTHS])
+    assert [len(story.tokens[str(i)]) for i in range(len(longer))] == list(LONGER_LENGTHS)
+    partial, probed, deviating = counts(before)
+    print(f"longer: {partial} partial steps, {sum(replayed)} of them replayed, {deviating} of "
+          f"{probed} rows deviate")  # fmt: skip
+    assert partial > 15
+    assert sum(replayed) > 10
     assert own_stats()["committed_tokens"] > 0
     assert own_stats()["fallbacks"] == {}
 
@@ -169,7 +226,7 @@ def drafting(
     guesses: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Our settings and vLLM's options that draft over views."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    choose_runner(monkeypatch, "v2")
     if guesses == "lookups":
         return VIEW, {"speculation": dict(LOOKUPS), "scheduler_cls": SCHEDULER}
     head = story_head(folder, torch.float16)
@@ -189,7 +246,7 @@ def test_what_happens_to_requests(
         nwor, options = nwor | {"check_contract": True}, options | EAGER
     before = Metrics().snapshot()
     found = STORIES.run(stories_on_gpu(nwor, **(options | STORIES.options | HALF)))
-    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+    check_runner("v2")
     assert (own_engine().num_replays > 0) is (graphs == "graphs")
     if graphs == "eager":  # what runs in graphs cannot be watched
         assert own_engine().violations == []
@@ -208,7 +265,7 @@ def test_drawn_tokens_keep_the_distribution(
     before = Metrics().snapshot()
     llm = stories_on_gpu(nwor | {"specpv_max_requests": CROWD}, **(options | CROWDED | HALF))
     ours = draw(llm, 1)
-    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+    check_runner("v2")
     check_confirmed(before, 0.1)
     assert grown(before, "specpv_confirmed_tokens_total") < grown(
         before, "specpv_drafted_tokens_total"

@@ -30,6 +30,7 @@ from support.gpu_checks import (
     check_confirmed,
     check_disturbed,
     check_drawn,
+    check_filtered,
     check_proposals,
     draw,
 )
@@ -47,6 +48,8 @@ from support.gpu_engines import (
     begin,
     both_guesses,
     both_modes,
+    check_runner,
+    choose_runner,
     smollm2_head,
 )
 
@@ -68,7 +71,7 @@ def drafting(
 ) -> dict[str, Any]:
     """vLLM's options with which SmolLM2 drafts over views: by passes in turns with lookups, or with
     the shipped head."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    choose_runner(monkeypatch, "v2")
     speculation = smollm2_head(folder, DRAFTS) if guesses == "head" else dict(LOOKUPS)
     return model(dtype) | {"speculation": speculation, "scheduler_cls": SCHEDULER}
 
@@ -136,7 +139,7 @@ def test_what_happens_to_requests_of_smollm2(
     options = drafting(guesses, tmp_path, monkeypatch, read_passages.dtype)
     stock = options["speculation"] if guesses == "head" else NGRAM
     with monkeypatch.context() as patch:
-        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(guesses == "head")))  # V2 has no n-grams
+        choose_runner(patch, "v2" if guesses == "head" else "v1")  # not every V2 has n-grams
         theirs = {
             backend: stock_speculation(read_passages, backend, stock)
             for backend in ("FLASH_ATTN", "TRITON_ATTN")
@@ -145,7 +148,7 @@ def test_what_happens_to_requests_of_smollm2(
     views = {"specpv_max_requests": script.num_views}
     llm = begin(VIEW_OF_400 | views, **(options | script.options | GRAPHS))
     found = script.run(llm)
-    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+    check_runner("v2")
     assert own_engine().num_replays > 0
     # A chain ends at its first wrong token: of eight, each right nine times in ten, five are.
     name = f"SmolLM2, {guesses}, {read_passages.dtype}"
@@ -170,7 +173,7 @@ def test_what_happens_to_requests_of_smollm2(
 def test_float8_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str) -> None:
     """Views, passes and tails over quantised pages, in full graphs: log-probabilities are as close
     to float32 as plain vLLM's over such a cache."""
-    cache = {"kv_cache_dtype": "fp8"}
+    cache = {"kv_cache_dtype": "fp8", "max_num_seqs": 8}
     options = drafting(guesses, tmp_path, monkeypatch, "bfloat16") | ROOM | GRAPHS | cache
     llm = stock_smollm2("bfloat16", **cache)
     script = passages(llm.get_tokenizer())
@@ -180,6 +183,9 @@ def test_float8_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses:
     before = Metrics().snapshot()
     llm = begin(VIEW_OF_400, **options)
     found = drive(llm, script.prompts, wanted()).outputs
+    check_runner("v2")
+    caches = [own_engine().layers[name].kv_cache for name in own_engine().own_layers]
+    assert {cache.dtype for cache in caches} == {torch.uint8}
     assert own_engine().num_replays > 0
     check_confirmed(before, 0.25)
     del llm
@@ -193,6 +199,7 @@ def test_float8_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses:
 # ---- every write, and tokens that are drawn ----
 
 CROWD, SAMPLES = 32, 768  # requests at once, and in all
+FILTERS = {"top_k": 20, "top_p": 0.9}
 # "Perhaps I don": the next token is all but certain, those behind it may be many.
 DRAWN_LENGTH = 914
 CODE_LENGTH, BOOK_LENGTH = 4000, 4500  # characters
@@ -219,10 +226,12 @@ def half() -> Said:
     """In float16."""
     llm = stock_smollm2("float16", max_num_seqs=CROWD)
     outputs = drive(llm, texts(), wanted()).outputs
-    drawn = draw(llm, 1 + SAMPLES, opening(llm), crowd=CROWD, samples=SAMPLES)
+    crowd = {"crowd": CROWD, "samples": SAMPLES}
+    drawn = draw(llm, 1 + SAMPLES, opening(llm), **crowd)
+    filtered = draw(llm, 1 + SAMPLES, opening(llm), **crowd, **FILTERS)
     del llm
     release_engines()
-    return Said(outputs, drawn)
+    return Said(outputs, drawn, filtered)
 
 
 @both_guesses
@@ -235,7 +244,7 @@ def test_tokens_are_plain_vllms_in_its_default_mode(
     before = Metrics().snapshot()
     llm = begin(VIEW_OF_400, **options)
     found = drive(llm, texts(), wanted(), arrivals=[0, 0, 0, 2])
-    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+    check_runner("v2")
     assert own_engine().num_replays > 0
     close = compare_runs((half.greedy[name], found.outputs[name]) for name in half.greedy)
     print(f"SmolLM2, {guesses}, default mode: {close}")
@@ -255,7 +264,7 @@ def test_every_write_keeps_the_contract(
     before = Metrics().snapshot()
     llm = begin(VIEW_OF_400 | {"check_contract": True}, **options)
     found = drive(llm, texts()[:2], wanted(), arrivals=[0, 2])
-    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+    check_runner("v2")
     assert own_engine().checker is not None
     assert own_engine().violations == []
     assert own_engine().num_replays == 0
@@ -290,7 +299,27 @@ def test_drawn_tokens_keep_the_distribution(
     before = Metrics().snapshot()
     llm = begin(nwor, max_num_seqs=CROWD, **options)
     ours = draw(llm, 1, opening(llm), crowd=CROWD, samples=SAMPLES)
-    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+    check_runner("v2")
     assert own_engine().num_replays > 0
     check_confirmed(before, 0.1)
     check_drawn(ours, half.drawn, [slice(i, i + 1) for i in (1, 2, 3)], degrees=10)
+
+
+@both_guesses
+def test_drafts_are_drawn_by_default_as_requests_ask(
+    half: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guesses: str
+) -> None:
+    """Full graphs, with top-k and top-p: no setting says how to draft."""
+    options = drafting(guesses, tmp_path, monkeypatch, "float16") | ROOM | GRAPHS
+    before = Metrics().snapshot()
+    nwor = VIEW_OF_400 | {"specpv_max_requests": CROWD}
+    llm = begin(nwor, max_num_seqs=CROWD, **options)
+    ours = draw(llm, 1, opening(llm), crowd=CROWD, samples=SAMPLES, **FILTERS)
+    assert own_engine().settings.specpv_draft_sampling == "auto"
+    assert own_engine().runner.speculator.draws
+    assert own_engine().num_replays > 0
+    check_confirmed(before, 0.1)
+    check_drawn(ours, half.filtered, [slice(i, i + 1) for i in (1, 2, 3)], degrees=8)
+    params = [wanted(temperature=1.0, seed=i, logprobs=20, **FILTERS) for i in range(8)]
+    found = drive(llm, [opening(llm)] * 8, params).outputs
+    check_filtered(found.values(), **FILTERS)

@@ -15,14 +15,32 @@ import torch
 
 from nwor_specpv import Metrics
 from nwor_specpv.vllm import faults
-from support.broken_steps import OF_LAYERS, OF_SLOTS, BrokenSteps, failures, reset
+from nwor_specpv.vllm.hooks.recovery import recovery_of
+from support.broken_steps import (
+    OF_LAYERS,
+    OF_SLOTS,
+    BrokenSteps,
+    drafts_are_off,
+    failures,
+    reset,
+)
 from support.compare_runs import compare_runs
 from support.disturbances import wanted
 from support.engines import NGRAM, Story, drive, greedy, own_engine, release_engines, story_prompts
 from support.engines import stats as own_stats
-from support.gpu_engines import EAGER, MODES, PLAIN, STOCK, both_modes, stories_on_gpu
+from support.gpu_engines import (
+    EAGER,
+    MODES,
+    PLAIN,
+    STOCK,
+    both_modes,
+    check_runner,
+    choose_runner,
+    stories_on_gpu,
+)
 from support.heads import story_head
 from support.metric_counts import grown
+from support.prefix_cache_blocks import scheduler_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -42,14 +60,14 @@ def expected() -> dict[str, Any]:
 
 def run_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, runner: str, **options: Any) -> Any:
     """An engine that has made its interceptor; V1 drafts by n-grams, V2 with a head."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
+    choose_runner(monkeypatch, runner)
     head = story_head(folder, torch.float16) | {"num_speculative_tokens": 4}
     speculation = head if runner == "v2" else NGRAM
     llm = stories_on_gpu(
         {}, speculation=speculation, enable_prefix_caching=True, **(HALF | options)
     )
     drive(llm, story_prompts(1), greedy(2))
-    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+    check_runner(runner)
     return llm
 
 
@@ -87,7 +105,7 @@ def test_slots_that_a_commit_refuses_on_v1(
         assert grown(before, "nwor_recoveries_total") == steps.num_broken
         assert failures(before, Metrics().snapshot()) == {fault: steps.num_broken}
         assert own_stats()["fallbacks"] == {"commit_lost": lost + steps.num_broken}
-        reset(own_engine())
+        reset(llm)
     assert own_engine().num_replays > 0
     before_tokens = own_stats()["committed_tokens"]
     check_tokens(f"{mode}, afterwards", serve(llm), expected)
@@ -138,7 +156,7 @@ def test_what_layers_did_ends_drafts(
     assert refused == {fault: steps.num_broken}
     assert steps.num_broken == 1, "drafts were scheduled after it was known"
     assert grown(before, "nwor_recoveries_total") == 1
-    assert own_engine().faults.drafts_are_off
+    assert drafts_are_off(llm)
     assert Metrics().snapshot()["nwor_staging_off_engines"] == 1
     committed = own_stats()["committed_tokens"]
     check_tokens(f"{fault}, afterwards", serve(llm), expected)
@@ -151,14 +169,14 @@ def test_drafts_pause_and_come_back(
     """For PAUSE_SECONDS, by the engine's clock."""
     llm = run_engine(tmp_path, monkeypatch, "v1", **MODES["graphs"])
     engine, now = own_engine(), [0.0]
-    engine.faults._clock = lambda: now[0]
+    engine.faults._clock = recovery_of(scheduler_of(llm))._clock = lambda: now[0]
     steps = BrokenSteps(engine, "slot_range")
     check_tokens("paused", serve(llm), expected)
     steps.stop()
     assert steps.num_broken == 1
-    assert engine.faults.drafts_are_off
+    assert drafts_are_off(llm)
     now[0] += faults.PAUSE_SECONDS
     committed = own_stats()["committed_tokens"]
     check_tokens("come back", serve(llm), expected)
     assert own_stats()["committed_tokens"] > committed
-    assert not engine.faults.drafts_are_off
+    assert not drafts_are_off(llm)

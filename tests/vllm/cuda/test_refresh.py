@@ -27,7 +27,15 @@ from support.book_texts import (
 from support.engines import NGRAM, own_engine
 from support.engines import stats as own_stats
 from support.gpu_checks import watch_replays
-from support.gpu_engines import MODES, begin, both_modes, both_runners, smollm2_head
+from support.gpu_engines import (
+    MODES,
+    begin,
+    both_modes,
+    both_runners,
+    check_runner,
+    choose_runner,
+    smollm2_head,
+)
 from support.small_views import cover_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -81,7 +89,7 @@ def test_views_of_everything_are_full_attention_bit_for_bit(
 
     Then texts that outgrow their views: the same graphs must count what is other.
     """
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
+    choose_runner(monkeypatch, runner)
     compared, partial = Compared(monkeypatch), watch_replays(monkeypatch)
     speculation = smollm2_head(tmp_path) if runner == "v2" else NGRAM
     model = {"model": str(smollm2("bfloat16")), "speculation": speculation}
@@ -99,7 +107,7 @@ def test_views_of_everything_are_full_attention_bit_for_bit(
     told = sum(partial) * len(layers) * rows * impl.num_heads * impl.head_size
     print(f"{runner}, all in view: {graphs[1]} of {graphs[0]} elements differ in graphs, where "
           f"{told} are of partial steps; {eager[1]} of {eager[0]} elsewhere")  # fmt: skip
-    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+    check_runner(runner)
     assert 0 < graphs[0] <= told
     assert graphs[1] == eager[1] == 0
 

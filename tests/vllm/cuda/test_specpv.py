@@ -28,6 +28,8 @@ from support.gpu_engines import (
     begin,
     both_guesses,
     both_modes,
+    check_runner,
+    choose_runner,
     dummy_prompts,
     eagle3,
     smollm2_head,
@@ -85,7 +87,7 @@ def test_the_target_drafts_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = begin(nwor, speculation=LOOKUPS, scheduler_cls=SCHEDULER, **model)
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     ours = drive(llm, prompts(), greedy(48)).tokens
-    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+    check_runner("v2")
     assert own_engine().violations == []
     assert own_stats()["fallbacks"] == {}
     check_drafting(before)
@@ -100,8 +102,11 @@ def test_the_target_drafts_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
 @SERVES["head"]
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", ["eager", *MODES])
-def test_head_and_target_draft_in_turns(tmp_path: Path, mode: str, sampled: bool) -> None:
+def test_head_and_target_draft_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, sampled: bool
+) -> None:
     """Model runner V2. The head is wrong throughout, so a pass gives a token; most are right."""
+    choose_runner(monkeypatch, "v2")
     graphs = mode != "eager"
     model = {"model": str(stories(64)), "skip_tokenizer_init": True}
     model |= MODES[mode] if graphs else {"enforce_eager": True}
@@ -120,7 +125,7 @@ def test_head_and_target_draft_in_turns(tmp_path: Path, mode: str, sampled: bool
     llm = begin(nwor, speculation=head, scheduler_cls=SCHEDULER, **model)
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     ours = drive(llm, prompts(), params, arrivals=[0, 0, 3, 3, 9, 12]).tokens
-    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+    check_runner("v2")
     assert all(len(tokens) == 48 for tokens in ours.values())
     assert own_engine().violations == []
     assert own_stats()["fallbacks"] == {}
@@ -148,7 +153,7 @@ def test_smollm2_reads_a_book(
     book = BOOK.read_text()
     texts = (f"{book[:9000]}\n\nContinue.", ASKED.format(book[9000:15000]), "Name ten animals.")
     texts = [TURN.format(text) for text in texts]
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    choose_runner(monkeypatch, "v2")
     speculation = smollm2_head(tmp_path, 12) if guesses == "head" else LOOKUPS
     model = {"model": str(smollm2("bfloat16")), "max_model_len": 4096}
     model |= {"max_num_batched_tokens": 4096, "kv_cache_memory_bytes": 512 << 20} | MODES[mode]
@@ -165,7 +170,7 @@ def test_smollm2_reads_a_book(
         free = torch.cuda.mem_get_info()[0] >> 30
         print(f"{guesses}, {nwor}: {lengths} tokens, {free} GiB are free", flush=True)
         if nwor is view:
-            assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+            check_runner("v2")
             assert own_engine().draft_failures.latest == ""
             check_stop_strings(llm, texts, sides[-1])
         del llm
@@ -207,8 +212,9 @@ def long_prompts() -> list[list[int]]:
 
 @pytest.mark.serves("refresh", "V2")
 @both_modes
-def test_refresh_in_graphs(tmp_path: Path, mode: str) -> None:
+def test_refresh_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """One graph for every mix of full and partial requests, drift counted on the device."""
+    choose_runner(monkeypatch, "v2")
     before = Metrics().snapshot()
     llm = eagle3(tmp_path, REFRESH, enable_prefix_caching=False, **MODES[mode])
     story = drive(llm, long_prompts(), greedy(120))
@@ -221,27 +227,39 @@ def test_refresh_in_graphs(tmp_path: Path, mode: str) -> None:
     deviating = grown(before, "specpv_deviating_rows_total")
     print(f"{deviating} of {probed} probed rows deviate")
     assert probed > 0
-    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+    check_runner("v2")
 
 
-@pytest.mark.serves("refresh", "V1")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("refresh-v1", marks=pytest.mark.serves("refresh", "V1")),
+        pytest.param("refresh-v2", marks=pytest.mark.serves("refresh", "V2")),
+        *(pytest.param(name, marks=mark) for name, mark in SERVES.items()),
+    ],
+)
 @pytest.mark.alone
-def test_refresh_where_vllm_finds_the_size_of_its_caches(tmp_path: Path) -> None:
-    """Model runner V1 then captures graphs on caches of few blocks, and makes others afterwards.
+def test_views_where_vllm_finds_the_size_of_its_caches(tmp_path: Path, kind: str) -> None:
+    """vLLM then captures graphs on caches of few blocks, and makes others afterwards: on model
+    runner V1, and from 0.32 on V2.
 
     In a process of its own: what engines before it have left is freed while vLLM measures, which
     it does not allow. Nobody else may use the GPU meanwhile.
     """
-    nwor = SMALL_VIEW | {"specpv_mode": "refresh"}
-    options = {"model": str(stories(64)), "skip_tokenizer_init": True, "speculation": NGRAM}
+    refresh, runner = kind.startswith("refresh"), "v1" if kind == "refresh-v1" else "v2"
+    nwor = (SMALL_VIEW | {"specpv_mode": "refresh"}) if refresh else VIEW
+    guesses = {"refresh-v1": NGRAM, "lookups": LOOKUPS}.get(kind) or story_head(tmp_path)
+    options = {"model": str(stories(64)), "skip_tokenizer_init": True, "speculation": guesses}
     options |= {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.1}
     options |= {"dtype": "bfloat16", "attention_backend": "CUSTOM", "enable_prefix_caching": False}
+    options |= {} if refresh else {"scheduler_cls": SCHEDULER}
     job = {"start": {"nwor": nwor} | options | GRAPHS, "prompts": prompts(), "max_tokens": 48}
-    found = run_job(tmp_path, job, VLLM_USE_V2_MODEL_RUNNER="0")
+    found = run_job(tmp_path, job, VLLM_USE_V2_MODEL_RUNNER=str(int(runner == "v2")))
     assert [len(tokens) for tokens in found["tokens"]] == [48] * len(prompts())
     (rank,) = found["ranks"]
     assert rank["stats"]["fallbacks"] == {}
-    assert rank["stats"]["committed_tokens"] > 0
+    assert rank["stats"]["staged_tokens"] > 0
+    assert rank["stats"]["committed_tokens"] > 0 or kind == "refresh-v2"  # the head knows nothing
     assert rank["views_are_of_the_caches"]
 
 
@@ -253,6 +271,7 @@ def test_refresh_with_views_of_everything(
     tokens are those of full attention by the same kernels."""
     from nwor_specpv.vllm.specpv import refresh
 
+    choose_runner(monkeypatch, "v2")
     after, compared = refresh.RefreshStep.after, []
 
     def watched(self: Any, layer: str, attend: Any, query: Any, output: Any) -> None:
@@ -270,6 +289,7 @@ def test_refresh_with_views_of_everything(
         llm = eagle3(tmp_path, nwor, enable_prefix_caching=False, enforce_eager=True)
         story = drive(llm, [p[:401] for p in long_prompts()[1:3]], greedy(40, seed=5))
         runs.append(story.tokens)
+        check_runner("v2")
         del llm
     print(f"{len(compared)} outputs compared, {compared.count(False)} differ")
     assert len(compared) > 20

@@ -25,6 +25,8 @@ from support.gpu_engines import (
     begin,
     both_modes,
     both_runners,
+    check_runner,
+    choose_runner,
     dummy_prompts,
     eagle3,
     smollm2_head,
@@ -40,7 +42,8 @@ STRICT = {"strict": True}
 DIRECT = {"max_staging_bytes": 1}
 
 
-def check_books(*, graphs: bool) -> dict:
+def check_books(runner: str, *, graphs: bool) -> dict:
+    check_runner(runner)
     stats = own_stats()
     assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"]
     assert stats["committed_tokens"] > 0
@@ -53,23 +56,27 @@ def check_books(*, graphs: bool) -> dict:
 
 @pytest.mark.serves("staging", "V1")
 @pytest.mark.parametrize("route", ["", "cuda"], ids=["flash_prefix", "own_attention"])
-def test_v1_keeps_the_contract(route: str) -> None:
+def test_v1_keeps_the_contract(monkeypatch: pytest.MonkeyPatch, route: str) -> None:
     """Eager, with prefills behind verifying requests and prefix hits; every byte is checked."""
+    choose_runner(monkeypatch, "v1")
     nwor = CHECKED | {"attention_route": route}
     llm = stories_on_gpu(nwor, enforce_eager=True, max_num_batched_tokens=48)
     drive(llm, story_prompts(6), greedy(48), arrivals=[0, 1, 3, 3, 7, 12])
     drive(llm, story_prompts(6), greedy(24))
-    check_books(graphs=False)
+    check_books("v1", graphs=False)
 
 
 @pytest.mark.serves("staging", "V1")
 @both_modes
-def test_v1_in_graphs_is_what_direct_writes_give(mode: str) -> None:
+def test_v1_in_graphs_is_what_direct_writes_give(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    choose_runner(monkeypatch, "v1")
     runs = {}
     for name, nwor in (("direct", DIRECT), ("staged", STRICT)):
         llm = stories_on_gpu(nwor, **MODES[mode])
         runs[name] = drive(llm, story_prompts(6), greedy(), arrivals=[0, 0, 0, 9, 9, 30]).tokens
-    check_books(graphs=True)
+    check_books("v1", graphs=True)
     assert runs["staged"] == runs["direct"]
     stock = begin(
         {"enable_nwor": False},
@@ -84,12 +91,16 @@ def test_v1_in_graphs_is_what_direct_writes_give(mode: str) -> None:
     assert share > 0.3
 
 
-def test_v1_starts_with_more_rows_in_a_graph_than_requests() -> None:
+def test_v1_starts_with_more_rows_in_a_graph_than_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The smallest graph has nine rows; vLLM then tries its sampler on four requests."""
+    choose_runner(monkeypatch, "v1")
     speculation = NGRAM | {"num_speculative_tokens": 8}
     llm = stories_on_gpu(STRICT, speculation=speculation, max_num_seqs=4, **GRAPHS)
     story = drive(llm, story_prompts(4), greedy(60))
     assert all(len(tokens) == 60 for tokens in story.tokens.values())
+    check_runner("v1")
     assert own_stats()["staged_tokens"] > 0
     assert own_stats()["fallbacks"] == {}
 
@@ -98,8 +109,12 @@ def test_v1_starts_with_more_rows_in_a_graph_than_requests() -> None:
 
 
 @pytest.mark.parametrize("kind", ["window", "hybrid"])
-def test_windows_are_what_direct_writes_give(tmp_path: Path, kind: str) -> None:
-    """Made-up weights in full graphs, requests with and without drafts in one step."""
+def test_windows_are_what_direct_writes_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Model runner V1, made-up weights in full graphs, requests with and without drafts in one
+    step."""
+    choose_runner(monkeypatch, "v1")
     config = {"window": WINDOW, "hybrid": HYBRID}[kind] | {"torch_dtype": "bfloat16"}
     config |= {"head_dim": 64, "query_pre_attn_scalar": 64}  # of which our attention has kernels
     model = {"model": str(write_config(tmp_path, config)), "load_format": "dummy"}
@@ -108,6 +123,7 @@ def test_windows_are_what_direct_writes_give(tmp_path: Path, kind: str) -> None:
         llm = begin(nwor, **model, skip_tokenizer_init=True, **GRAPHS)
         story = drive(llm, story_prompts(6), greedy(60), arrivals=[0, 0, 3, 3, 9, 30])
         runs.append(story.tokens)
+    check_runner("v1")
     stats = own_stats()
     assert runs[0] == runs[1]
     assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"] > 0
@@ -116,13 +132,16 @@ def test_windows_are_what_direct_writes_give(tmp_path: Path, kind: str) -> None:
     assert len(own_engine().own_layers) == config["num_hidden_layers"]
 
 
-def test_mtp_keeps_the_contract(tmp_path: Path) -> None:
+def test_mtp_keeps_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model runner V1."""
+    choose_runner(monkeypatch, "v1")
     config = MTP | {"torch_dtype": "bfloat16", "hidden_size": 256, "head_dim": 64}
     model = {"model": str(write_config(tmp_path, config))}
     model |= {"load_format": "dummy", "skip_tokenizer_init": True}
     speculation = {"method": "mtp", "num_speculative_tokens": 1}
     llm = begin(CHECKED, speculation=speculation, enforce_eager=True, **model)
     drive(llm, story_prompts(6), greedy(40), arrivals=[0, 1, 3, 3, 7, 12])
+    check_runner("v1")
     assert own_stats()["staged_tokens"] > 0
     assert own_stats()["fallbacks"] == {}
     assert own_engine().violations == []
@@ -133,20 +152,23 @@ def test_mtp_keeps_the_contract(tmp_path: Path) -> None:
 
 
 @pytest.mark.serves("staging", "V2")
-def test_v2_keeps_the_contract(tmp_path: Path) -> None:
+def test_v2_keeps_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_runner(monkeypatch, "v2")
     llm = eagle3(tmp_path, CHECKED, enforce_eager=True, max_num_batched_tokens=128)
     drive(llm, dummy_prompts(), greedy(40), arrivals=[0, 1, 3, 3, 7, 12])
-    check_books(graphs=False)
-    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
+    check_books("v2", graphs=False)
 
 
 @both_runners("staging")
-def test_a_block_that_is_hit_in_the_step_that_fills_it(tmp_path: Path, runner: str) -> None:
+def test_a_block_that_is_hit_in_the_step_that_fills_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
     """Both prompts have as many rows to run as a verify step, for which there is a full graph.
 
     Whatever the cache held before, nobody reads it. Where a head drafts, vLLM computes the last
     block that is hit again.
     """
+    choose_runner(monkeypatch, runner)
     blocks = 1 if runner == "v1" else 2
     drafts = 16 * blocks - 1
     text = [3 + 7 * place % 500 for place in range(16 + 16 * blocks)]
@@ -161,22 +183,22 @@ def test_a_block_that_is_hit_in_the_step_that_fills_it(tmp_path: Path, runner: s
             layer.kv_cache.fill_(poison)
         story = drive(llm, [text[: 16 * blocks], text], greedy(60))
         assert (story.cached["0"], story.cached["1"]) == (0, 16)
-        assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
-        check_books(graphs=True)
+        check_books(runner, graphs=True)
         runs.append(story.tokens)
     assert runs[0] == runs[1]
 
 
-def test_a_float8_cache_is_staged(tmp_path: Path) -> None:
+def test_a_float8_cache_is_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention attends to codes, rows in flight are exact, and commits quantise them."""
+    choose_runner(monkeypatch, "v2")
     llm = eagle3(tmp_path, CHECKED, enforce_eager=True, kv_cache_dtype="fp8")
     drive(llm, dummy_prompts(), greedy(40), arrivals=[0, 1, 3, 3, 7, 12])
-    check_books(graphs=False)
+    check_books("v2", graphs=False)
     runs = []
     for nwor in (DIRECT, STRICT):
         llm = eagle3(tmp_path, nwor, kv_cache_dtype="fp8", **GRAPHS)
         runs.append(drive(llm, dummy_prompts(), greedy(40)).tokens)
-    check_books(graphs=True)
+    check_books("v2", graphs=True)
     assert runs[0] == runs[1]
 
 
@@ -196,15 +218,15 @@ def test_a_float8_cache_is_left_to_vllm_by_our_own_attention(
 
 @pytest.mark.serves("staging", "V2")
 @both_modes
-def test_v2_in_graphs(tmp_path: Path, mode: str) -> None:
+def test_v2_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    choose_runner(monkeypatch, "v2")
     llm = eagle3(tmp_path, STRICT, **MODES[mode])
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     story = drive(llm, dummy_prompts(), greedy(60))
     assert all(len(tokens) == 60 for tokens in story.tokens.values())
-    stats = check_books(graphs=True)
+    stats = check_books("v2", graphs=True)
     # Two of four drafts are accepted on average; the last step of a request may be cut short.
     assert 0.3 < stats["committed_tokens"] / stats["staged_tokens"] < 0.7
-    assert not hasattr(own_engine().runner, "input_batch"), "the V1 runner was used"
 
 
 # ---- SmolLM2, real weights ----
@@ -219,8 +241,12 @@ CHATS = (
 
 @both_modes
 @pytest.mark.parametrize("method", ["ngram", "eagle3"])
-def test_smollm2_gives_vllms_logits(tmp_path: Path, method: str, mode: str) -> None:
+def test_smollm2_gives_vllms_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, mode: str
+) -> None:
     """bfloat16; n-grams on model runner V1, the shipped head on V2."""
+    runner = "v1" if method == "ngram" else "v2"
+    choose_runner(monkeypatch, runner)
     prompts = [TURN.format(chat) for chat in CHATS]
     speculation = NGRAM if method == "ngram" else smollm2_head(tmp_path)
     sides = []
@@ -229,7 +255,7 @@ def test_smollm2_gives_vllms_logits(tmp_path: Path, method: str, mode: str) -> N
         llm = begin(nwor, speculation=speculation, **model, **MODES[mode])
         outputs = llm.generate(prompts, greedy(96, logprobs=1), use_tqdm=False)
         sides.append([output.outputs[0] for output in outputs])
-    assert hasattr(own_engine().runner, "input_batch") is (method == "ngram")
+    check_runner(runner)
     assert own_engine().num_replays > 0
     assert own_stats()["rejected_tokens"] > 0
     assert own_stats()["fallbacks"] == {}

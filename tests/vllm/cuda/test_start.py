@@ -13,7 +13,16 @@ from nwor_specpv import Metrics
 from nwor_specpv.vllm.specpv.rules import SCHEDULERS
 from support.engines import NGRAM, check_drafting, counted, drive, greedy, own_engine
 from support.engines import stats as own_stats
-from support.gpu_engines import GRAPHS, LOOKUPS, SCHEDULER, all_kinds, both_runners, stories_on_gpu
+from support.gpu_engines import (
+    GRAPHS,
+    LOOKUPS,
+    SCHEDULER,
+    all_kinds,
+    both_runners,
+    check_runner,
+    choose_runner,
+    stories_on_gpu,
+)
 from support.heads import story_head
 from support.metric_counts import grown
 from support.prefix_cache_blocks import PAGE, count_published_blocks, scheduler_of, watch_requests
@@ -23,10 +32,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 MAX_TOKENS = 48
 HALF = {"dtype": "float16"}
-
-
-def choose_runner(monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
 
 
 def worker_runner(llm: Any) -> Any:
@@ -90,7 +95,7 @@ def test_answers_of_partial_steps_are_not_found(
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling is asynchronous
     requests = watch_requests(llm)
     story = drive(llm, prompts(), greedy(MAX_TOKENS))
-    assert hasattr(own_engine().runner, "input_batch") is (runner == "v1")
+    check_runner(runner)
     assert all(len(tokens) == MAX_TOKENS for tokens in story.tokens.values())
     assert counted(llm, "vllm:num_preemptions") > 0
     assert own_engine().num_replays > 0

@@ -21,7 +21,16 @@ from support.disturbances import MAX_TOKENS, Script, passages, wanted
 from support.engines import drive, greedy, own_engine, release_engines
 from support.engines import stats as own_stats
 from support.gpu_checks import alike, check_drawn, draw
-from support.gpu_engines import EAGER, GRAPHS, PLAIN, STOCK, TURN, begin, smollm2_head
+from support.gpu_engines import (
+    EAGER,
+    GRAPHS,
+    PLAIN,
+    STOCK,
+    TURN,
+    begin,
+    choose_runner,
+    smollm2_head,
+)
 from support.metric_counts import grown
 from support.processes.runner_v2 import take_turns
 
@@ -60,7 +69,7 @@ def sampled() -> Any:
 @pytest.fixture(scope="module")
 def stock() -> Stock:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        choose_runner(patch, "v2")
         llm = begin(PLAIN, **(MODEL | STOCK | GRAPHS | {"max_num_seqs": CROWD}))
         script = passages(llm.get_tokenizer())
         found = Stock(
@@ -104,7 +113,7 @@ def test_tokens_are_plain_vllms(
 ) -> None:
     """Greedy, up to where two tokens were all but equally likely. A checker reads every byte of the
     cache in every step, so it has a small one and few prompts."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    choose_runner(monkeypatch, "v2")
     before = Metrics().snapshot()
     options = GRAPHS if graphs else EAGER | {"kv_cache_memory_bytes": 56 << 20}
     llm = trees(tmp_path, rows, {} if graphs else {"check_contract": True}, **options)
@@ -126,7 +135,7 @@ def test_what_happens_to_requests(
     stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full graphs: preempted, found in the prefix cache, aborted, stopped."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    choose_runner(monkeypatch, "v2")
     before = Metrics().snapshot()
     llm = trees(tmp_path, 16, {}, **(GRAPHS | stock.script.options))
     found = stock.script.run(llm)
@@ -139,7 +148,7 @@ def test_what_happens_to_requests(
 def test_drawn_tokens_have_plain_vllms_distribution(
     stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    choose_runner(monkeypatch, "v2")
     before = Metrics().snapshot()
     llm = trees(tmp_path, 16, {}, **(GRAPHS | {"max_num_seqs": CROWD}))
     ours = draw(llm, 1, opening(stock.script), crowd=CROWD, samples=SAMPLES)
@@ -151,7 +160,7 @@ def test_steps_take_turns_in_their_rows(
     stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`auto`, with another number of rows in every step: each has graphs of its own."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    choose_runner(monkeypatch, "v2")
     before = Metrics().snapshot()
     llm = trees(tmp_path, "auto", {}, **GRAPHS)
     take_turns(llm, [[0, 0], *([rows - 1, 0] for rows in ARM_ROWS)])
@@ -177,7 +186,7 @@ def test_as_many_tokens_per_step_as_the_head_is_worth(
 ) -> None:
     """Against `train.acceptance`, which walks the same trees over texts that are known, in float32.
     It would see a wrong hidden state, mask or position, which tokens do not show."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    choose_runner(monkeypatch, "v2")
     texts, expected = held_out(rows)
     llm = trees(tmp_path, rows, {}, **(GRAPHS | {"max_num_seqs": TEXTS}))
     story = drive(llm, texts, greedy(ANSWER, ignore_eos=False, stop_token_ids=[0, 2]))
@@ -217,7 +226,7 @@ def test_measured_speed_decides_for_a_crowd(
     stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the largest trees a full batch would have more rows than a step ever has."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    choose_runner(monkeypatch, "v2")
     llm = trees(tmp_path, "auto", {}, **(GRAPHS | {"max_num_seqs": CROWD}))
     prompts = stock.script.prompts
     outputs = drive(llm, prompts * (CROWD // len(prompts)), wanted()).outputs

@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 
+from nwor_specpv.vllm.hooks.recovery import recovery_of
+from support.engines import own_engine
+from support.prefix_cache_blocks import scheduler_of
+
 OF_SLOTS = ("slot_range", "duplicate_slot")  # destinations that a commit is given
 OF_LAYERS = ("slot_mismatch", "incomplete_staging")  # what a layer did; REQUIRES: no graphs
 FAR_SLOT = 2**40
@@ -68,10 +72,15 @@ class BrokenSteps:
         return self._write(layer, key, value, slots.roll(1), **how)
 
 
-def reset(engine: Any) -> None:
+def drafts_are_off(llm: Any) -> bool:
+    """Whether the next step has no drafts."""
+    return recovery_of(scheduler_of(llm)).drafts_are_off
+
+
+def reset(llm: Any) -> None:
     """Drafts come back, whatever was found before."""
-    engine.faults._until = 0.0
-    assert not engine.faults.drafts_are_off
+    own_engine().faults._until = recovery_of(scheduler_of(llm))._until = 0.0
+    assert not drafts_are_off(llm)
 
 
 def failures(before: dict[str, Any], now: dict[str, Any]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -46,7 +47,11 @@ def shell_lines(block: str) -> list[str]:
 
 
 def compose_arguments() -> list[str]:
-    """What the compose file starts vLLM with, its variables at their defaults."""
+    """What the image and the compose file start vLLM with, variables at their defaults."""
+    image = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", image, re.MULTILINE)
+    program, *own = json.loads(entry)[2:]
+    assert program == SERVER
     compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8"))
     command = compose["services"]["vllm"]["command"]
-    return [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in command]
+    return own + [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in command]

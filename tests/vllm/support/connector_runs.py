@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from nwor_specpv import NworError
+from nwor_specpv import Metrics, NworError
+from nwor_specpv.vllm import faults
 from support.engines import STAGED, STOCK, drive, greedy, own_engine, start
 from support.engines import stats as own_stats
 from support.host_connector import HostConnector
 from support.host_copies import HostCopies
 from support.installed import PAGE
+from support.metric_counts import grown
 from support.prefix_cache_blocks import scheduler_of
 from support.refusals import refuse_commits
 from support.saved_blocks import Block, places_of, poison, reference_blocks
@@ -71,25 +73,35 @@ def begin(connector: dict[str, Any], nwor: dict[str, Any] = STAGED, **options: A
 
 
 def check_run(llm: Any, known: Reference) -> None:
+    """All is answered as by vLLM alone, and nothing is bypassed."""
+    cached = answer_twice(llm, known)
+    whole = [i for i, prompt in enumerate(known.prompts) if len(prompt) >= 3 * PAGE]
+    most = [len(text) - len(known.answers[0]) // 3 for text in known.texts]
+    assert all(0 < cached[str(i)] < most[i] for i in whole)
+    assert whole
+    stats = own_stats()
+    assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"]
+    assert min(stats["committed_tokens"], stats["rejected_tokens"]) > 0
+    assert stats["fallbacks"] == {}
+
+
+def answer_twice(
+    llm: Any, known: Reference, between: Callable[[], None] = lambda: None
+) -> dict[str, int]:
     """The prompts are answered as by vLLM alone. Then the device forgets all, and texts that go
-    on within their answers are answered in the same way, from what was loaded."""
+    on within their answers are answered in the same way, from what was loaded: how many tokens."""
     numbers = range(len(known.prompts))
     arrivals = ARRIVALS[: len(numbers)]
     tokens = len(known.answers[0])
     story = drive(llm, known.prompts, greedy(tokens), arrivals=arrivals)
     assert [story.tokens[str(i)] for i in numbers] == known.answers
     forget_all(llm)
+    between()
     cut = tokens // 3
     longer = [text[:-cut] for text in known.texts]
     story = drive(llm, longer, greedy(cut), arrivals=arrivals)
     assert [story.tokens[str(i)] for i in numbers] == [answer[-cut:] for answer in known.answers]
-    whole = [i for i in numbers if len(known.prompts[i]) >= 3 * PAGE]
-    assert all(0 < story.cached[str(i)] < len(longer[i]) for i in whole)
-    assert whole
-    stats = own_stats()
-    assert stats["staged_tokens"] == stats["committed_tokens"] + stats["rejected_tokens"]
-    assert min(stats["committed_tokens"], stats["rejected_tokens"]) > 0
-    assert stats["fallbacks"] == {}
+    return story.cached
 
 
 def forget_all(llm: Any) -> None:
@@ -131,8 +143,25 @@ def check_host(llm: Any, known: Reference, late: int) -> None:
 
 
 def check_fault(llm: Any, known: Reference) -> None:
-    """A block without rows that were lost may be saved already, so nothing is computed again."""
+    """Of vLLM's connector. What was saved before is forgotten and saved again; a text that nobody
+    computes again may be saved no more."""
+    drive(llm, known.prompts[:1], greedy(2))
+    before, commits = Metrics().snapshot(), refuse_commits(own_engine(), set(range(2, 90, 4)))
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(faults, "PAUSE_SECONDS", 0.0)
+        cached = answer_twice(llm, known, commits.calls.clear)
+    assert any(cached.values())
+    assert commits.num_failed > 2
+    assert 1 <= grown(before, "nwor_recoveries_total") <= commits.num_failed
+    copies = HostCopies.newest
+    assert copies.loaded
+    assert len(copies.stored) > len(known.blocks)
+    assert own_stats()["fallbacks"] == {"commit_lost": commits.num_failed}
+
+
+def check_fault_with_kept_copies(llm: Any, known: Reference) -> None:
+    """Of ours, which cannot forget: nothing may be computed from its copies."""
     drive(llm, known.prompts[:1], greedy(2))
     refuse_commits(own_engine(), {3})
-    with pytest.raises(NworError, match="a KV connector keeps copies: restart the server"):
+    with pytest.raises(NworError, match="the KV connector keeps copies that cannot be told to go"):
         drive(llm, known.prompts, greedy(len(known.answers[0])))

@@ -43,8 +43,10 @@ def run_script(
         timeout=1500,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return json.loads(result.read_text()), done.stdout + done.stderr
+    log = done.stdout + done.stderr
+    own = "\n".join(line for line in log.splitlines() if "nwor_specpv: " in line)
+    assert done.returncode == 0, own + done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads(result.read_text()), log
 
 
 def rank_report(_: object) -> dict[str, Any]:
@@ -60,8 +62,11 @@ def rank_report(_: object) -> dict[str, Any]:
     found = {"stats": engine.interceptor.stats(), "violations": engine.violations}
     found |= {"counted": Metrics().snapshot(), "latest_failure": engine.draft_failures.latest}
     found["proposed"] = getattr(getattr(engine.runner, "drafter", None), "proposed", [])
+    views = getattr(getattr(engine.runner, "speculator", None), "_loop", None)
     if engine.refresh is not None:
-        seen = engine.refresh.views.store.key_caches
+        views = engine.refresh.views
+    if views is not None:
+        seen = views.store.key_caches
         caches = [engine.layers[name].kv_cache for name in engine.own_layers]
         found["views_are_of_the_caches"] = [c.data_ptr() for c in seen] == [
             c.data_ptr() for c in caches
@@ -69,24 +74,32 @@ def rank_report(_: object) -> dict[str, Any]:
     return found
 
 
-def disagree(_: object) -> None:
-    """Rank 1 tells the commit of a row too few, once; runs in the rank's own process."""
+def break_commits(_: object, fault: str, calls: list[int]) -> None:
+    """These commits of accepted drafts (1, 2, ..) fail, and there is no pause. `refused`: as a GPU
+    refuses them. `disagree`: rank 1 tells the commit of a row too few. `alone`: it throws on rank
+    1. Runs in the rank's own process. REQUIRES: the engine has run."""
     from vllm.distributed.parallel_state import get_tp_group
 
+    from nwor_specpv.vllm import faults
     from nwor_specpv.vllm.registry import current_engine
+    from support.refusals import refuse_commits
 
-    if get_tp_group().rank_in_group != 1:
-        return
-    steps = current_engine().steps
-    commit = steps._commit
+    faults.PAUSE_SECONDS = 0.0
+    engine, seen = current_engine(), []
+    if fault == "refused":
+        refuse_commits(engine, set(calls))
+    elif get_tp_group().rank_in_group == 1:
+        commit = engine.steps._commit
 
-    def wrong(step: Any, counts: Any) -> Any:
-        if not counts.any():
-            return commit(step, counts)
-        steps._commit = commit
-        return commit(step, (counts - 1).clamp(min=0))
+        def wrong(step: Any, counts: Any) -> Any:
+            seen.extend([1] if counts.any() else [])
+            if not counts.any() or len(seen) not in calls:
+                return commit(step, counts)
+            if fault == "alone":
+                raise RuntimeError("injected")
+            return commit(step, (counts - 1).clamp(min=0))
 
-    steps._commit = wrong
+        engine.steps._commit = wrong
 
 
 def break_drafting(worker: Any, rank: int, part: str, first: int, every: int) -> None:
@@ -134,14 +147,15 @@ def start_again(worker: Any) -> None:
 
 
 def main() -> None:
-    """job: start (arguments of engines.start), prompts, max_tokens, arrivals, disagree, broken
-    (arguments of `break_drafting`), start_again."""
+    """job: start (arguments of engines.start), prompts, max_tokens, arrivals, commits (arguments of
+    `break_commits`), broken (arguments of `break_drafting`), start_again."""
     from support.engines import drive, greedy, start
 
     job = json.loads(Path(sys.argv[1]).read_text())
     llm = start(job["start"].pop("nwor"), **job["start"])
-    if job.get("disagree"):
-        llm.collective_rpc(disagree)
+    if job.get("commits"):
+        drive(llm, job["prompts"][:1], greedy(2))  # the interceptor is made
+        llm.collective_rpc(break_commits, args=tuple(job["commits"]))
     if job.get("broken"):
         llm.collective_rpc(break_drafting, args=tuple(job["broken"]))
     if job.get("start_again"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ class Said:
 
     greedy: dict[str, Any]
     drawn: list[list[int]]
+    filtered: list[list[int]] = field(default_factory=list)  # drawn with top-k and top-p
 
 
 def alike(found: dict[str, list[int]], expected: dict[str, list[int]]) -> float:
@@ -65,11 +68,12 @@ def draw(
     *,
     crowd: int = CROWD,
     samples: int = SAMPLES,
+    **more: Any,
 ) -> list[list[int]]:
-    """Four tokens of each of many requests, which differ in their seeds."""
+    """Four tokens of each of many requests, which differ in their seeds. `more`: how to sample."""
     prompt, found = prompt or varied_prompt(153), []
     for first in range(first_seed, first_seed + samples, crowd):
-        params = [greedy(4, temperature=1.0, seed=first + i) for i in range(crowd)]
+        params = [greedy(4, temperature=1.0, seed=first + i, **more) for i in range(crowd)]
         story = drive(llm, [prompt] * crowd, params)
         found += [story.tokens[str(i)] for i in range(crowd)]
     assert len(found) == samples
@@ -92,6 +96,23 @@ def check_drawn(
               f"degrees, limit {limit:.1f}")  # fmt: skip
         assert found >= degrees
         assert statistic < limit
+
+
+def check_filtered(outputs: Iterable[Any], *, top_k: int, top_p: float) -> None:
+    """Every token of vLLM's outputs, drawn at temperature 1 with the `top_k` likeliest tokens told,
+    is one of those that may be drawn. Sums of probabilities are rounded."""
+    ranks = []
+    for output in outputs:
+        for token, told in zip(output.token_ids, output.logprobs, strict=True):
+            rank = told[token].rank
+            assert rank <= top_k, (token, rank)
+            chances = [(entry.rank, math.exp(entry.logprob)) for entry in told.values()]
+            likelier = sum(chance for other, chance in chances if other < rank)
+            whole = sum(chance for _, chance in chances)
+            assert likelier < top_p * whole + 1e-3, (token, rank, likelier, whole)
+            ranks.append(rank)
+    print(f"{len(ranks)} tokens, {sum(rank > 1 for rank in ranks)} of them not the likeliest")
+    assert any(rank > 1 for rank in ranks)
 
 
 def check_confirmed(before: dict[str, Any], least: float) -> None:

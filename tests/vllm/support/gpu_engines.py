@@ -10,7 +10,7 @@ import pytest
 
 from nwor_specpv.drafters.vllm_head import write_vllm_head
 from nwor_specpv.models import smollm2, stories
-from support.engines import start
+from support.engines import own_engine, start
 
 GRAPHS = {
     "enforce_eager": False,
@@ -46,6 +46,18 @@ def both_runners(feature: str) -> pytest.MarkDecorator:
     )
 
 
+def choose_runner(monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
+    """Engines that start from now on have this model runner, whatever vLLM's default is."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
+
+
+def check_runner(runner: str) -> None:
+    """The newest engine has run on this one."""
+    found = own_engine().runner
+    assert found is not None, "no step has ended"
+    assert hasattr(found, "input_batch") is (runner == "v1"), f"not on {runner}"
+
+
 STOCK = {"speculation": None, "attention_backend": "FLASH_ATTN"}
 PLAIN = {"enable_nwor": False}
 TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -76,12 +88,15 @@ VIEW_OF_400 = {
 
 def begin(nwor: dict, **options: object):
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+    from vllm.config.kernel import KernelConfig
 
-    defaults = {
+    defaults: dict[str, object] = {
         "dtype": "bfloat16",
         "attention_backend": "CUSTOM",
         "kv_cache_memory_bytes": 64 << 20,
     }
+    if hasattr(KernelConfig, "enable_jit_warmup"):  # kernels for every case: minutes
+        defaults["kernel_config"] = {"enable_jit_warmup": False}
     # Model runner V1 forbids captures when it is done, for the whole process; V2 asks before its
     # piecewise ones and never allows them again.
     set_cudagraph_capturing_enabled(True)

@@ -7,6 +7,8 @@ import importlib.metadata
 from importlib.metadata import PackageNotFoundError
 from typing import Any
 
+import torch
+
 from nwor_specpv.vllm import versions
 
 
@@ -20,8 +22,8 @@ def _version() -> str:
 VERSION = _version().partition("+")[0]
 ADAPTER = versions.closest(VERSION)[0]
 versions.choose(ADAPTER.version)  # as the plugin does when vLLM loads it
-# Tokens of a page: as few as the CPU backend takes.
-PAGE = ADAPTER.cpu_page
+# Tokens of a page: as few as the backend takes. On a GPU that is the same in every version.
+PAGE = 16 if torch.cuda.is_available() else ADAPTER.cpu_page
 
 
 def server_arguments_module() -> Any:

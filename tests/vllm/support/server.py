@@ -21,6 +21,7 @@ import psutil
 
 from nwor_specpv.models import smollm2
 
+FAULTY = Path(__file__).parent / "processes" / "faulty_server.py"
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 
 
@@ -50,10 +51,12 @@ def scrape(url: str) -> dict[str, float]:
 
 
 @contextmanager
-def serve(folder: Path, **settings: object) -> Iterator[Server]:
-    """SmolLM2 in float32, n-gram drafts; its log is in the folder."""
+def serve(folder: Path, fault: str = "", **settings: object) -> Iterator[Server]:
+    """SmolLM2 in float32, n-gram drafts; its log is in the folder. `fault`: of those that
+    `faulty_server.py` has."""
     port, metrics = free_port(), free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    program = [str(FAULTY)] if fault else ["-m", "vllm.entrypoints.openai.api_server"]
+    command = [sys.executable, *program]
     command += ["--model", str(smollm2("float32")), "--served-model-name", "smol"]
     command += ["--port", str(port), "--host", "127.0.0.1"]
     command += ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"]
@@ -63,6 +66,7 @@ def serve(folder: Path, **settings: object) -> Iterator[Server]:
     settings = {"metrics_port": metrics, **settings}
     command += ["--additional-config", json.dumps({"nwor_specpv": settings})]
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    env["NWOR_TEST_FAULT"] = fault
     log = folder / f"server-{port}.log"
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)

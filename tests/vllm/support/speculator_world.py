@@ -178,6 +178,7 @@ def make(
         draft_failures=DraftFailures(single_rank=True),
         num_drafts=LIMIT,
         num_passes=3,
+        sizes_caches=False,
     )
     spec.limit, spec._guesses = LIMIT, ROWS - 1
     spec.lengths = Lengths(settings, LIMIT)

@@ -117,16 +117,22 @@ def install_idle() -> str | None:
 def install_memory(worker_class: str) -> str | None:
     """Has the method of vLLM's worker, of the class that is named, which says how much memory there
     is for caches, leave some for views. Where the user has said how large caches are, that stands;
-    and on the CPU, where vLLM leaves enough."""
+    and on the CPU, where vLLM leaves enough. Meanwhile vLLM tries graphs on caches of few blocks,
+    and the engine knows it."""
 
     def leave_room(original: Callable[..., int]) -> Callable[..., int]:
         def determine_available_memory(worker: Any) -> int:
-            available = original(worker)
             config = worker.vllm_config
             found = registry.find_engine(config)
-            if found is None or config.cache_config.kv_cache_memory_bytes:
-                return available
-            return found.left_for_caches(available)
+            if found is None:
+                return original(worker)
+            found.sizes_caches = True
+            try:
+                available = original(worker)
+            finally:
+                found.sizes_caches = False
+            said = config.cache_config.kv_cache_memory_bytes
+            return available if said else found.left_for_caches(available)
 
         return determine_available_memory
 

@@ -7,19 +7,16 @@ read. It goes when vLLM lets speculators be named by their class.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 from nwor_specpv.vllm import versions
 from nwor_specpv.vllm.settings import read_settings
 from nwor_specpv.vllm.versions.adapter import RUNNER_V2
 
-from .wrapping import replace
+from .wrapping import replace, when_imported
 
 # Methods whose heads take turns with partial passes, and the one that has no head.
 HEADS = ("eagle", "eagle3")
@@ -36,39 +33,8 @@ def prepare(make_ours: Factory) -> None:
 
     `make_ours` is called where our speculator is wanted. Calling it again changes nothing.
     """
-    if _package() in sys.modules:
-        install(make_ours)
-    elif not any(isinstance(finder, _Awaiting) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Awaiting(make_ours))
-
-
-def _package() -> str:
-    return versions.adapter.make_speculator.module
-
-
-class _Awaiting(MetaPathFinder):
-    """Sees the package being imported, once, and lets the others do it."""
-
-    def __init__(self, make_ours: Factory) -> None:
-        self._make_ours = make_ours
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _package():
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            install(self._make_ours)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    module = versions.adapter.make_speculator.module
+    when_imported(module, functools.partial(install, make_ours))
 
 
 def install(make_ours: Factory) -> None:

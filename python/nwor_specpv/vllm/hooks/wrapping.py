@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 from nwor_specpv.vllm.versions import VllmFunction, signature_problem
@@ -49,3 +54,38 @@ def replace(function: VllmFunction, make: Callable[[Callable[..., Any]], Any]) -
     is_static = isinstance(vars(holder).get(name), staticmethod)
     setattr(holder, name, staticmethod(made) if is_static else made)
     return None
+
+
+def when_imported(module: str, act: Callable[[], Any]) -> None:
+    """Calls `act` once vLLM has imported its module, which may take seconds and need not happen in
+    every process. Calling it again before that changes nothing."""
+    if module in sys.modules:
+        act()
+    elif not any(isinstance(f, _Awaiting) and f.module == module for f in sys.meta_path):
+        sys.meta_path.insert(0, _Awaiting(module, act))
+
+
+class _Awaiting(MetaPathFinder):
+    """Sees a module being imported, once, and lets the others do it."""
+
+    def __init__(self, module: str, act: Callable[[], Any]) -> None:
+        self.module = module
+        self._act = act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._act()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

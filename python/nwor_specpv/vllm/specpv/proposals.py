@@ -183,9 +183,10 @@ class PassProposals:
 
     def _capture_passes(self, descs: Iterable[Any]) -> None:
         """Graphs of passes for the batches of vLLM's full graphs that verify drafts. Graphs of
-        single rows are for steps without drafts."""
+        single rows are for steps without drafts. Views are not of the caches that vLLM tries graphs
+        on: it takes those away again."""
         sizes = {desc.num_reqs for desc in descs if desc.uniform_token_count != 1}
-        if not sizes or not self._possible():
+        if not sizes or not self._possible() or self._engine.sizes_caches:
             return
         try:
             self._capture_loop(sorted(sizes, reverse=True))

@@ -47,6 +47,7 @@ class TreeSpeculator(EagleSpeculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         super().init_cudagraph_manager(cudagraph_mode)
+        self._graphs.clear()  # tried on caches that are gone
         if self._engine.draft_lengths:
             offer_larger_graphs(self.prefill_cudagraph_manager)
 

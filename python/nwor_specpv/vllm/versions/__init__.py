@@ -14,7 +14,7 @@ from nwor_specpv import _stamp
 
 from . import v0_26, v0_32, v0_33
 from .adapter import Adapter
-from .functions import VllmFields, VllmFunction, signature_problem
+from .functions import VllmFields, VllmFunction, VllmNames, signature_problem
 from .sources import Difference, FolderRelease, Release, open_release
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Release",
     "VllmFields",
     "VllmFunction",
+    "VllmNames",
     "adapter",
     "choose",
     "closest",

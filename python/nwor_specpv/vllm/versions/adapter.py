@@ -1,7 +1,7 @@
 """What a version of vLLM has in its own way: one frozen object per version, chosen once.
 
-A field that is a `VllmFunction` or `VllmFields` names something of vLLM that the plugin wraps,
-replaces, overrides or calls. `sources` compares all of them with a release.
+A field that is a `VllmFunction`, `VllmFields` or `VllmNames` names something of vLLM that the
+plugin wraps, replaces, overrides, calls or reads. `sources` compares all of them with a release.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .functions import VllmFields, VllmFunction
+from .functions import VllmFields, VllmFunction, VllmNames
 
 ARGUMENTS = "vllm.engine.arg_utils"
 CONFIG = "vllm.config.vllm"
@@ -28,6 +28,7 @@ SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 MODEL_STATES = "vllm.v1.worker.gpu.model_states"
 ATTENTION = "vllm.v1.attention.backend"
 FLASH = "vllm.v1.attention.backends.flash_attn"
+FLASH_CALLS = "vllm.vllm_flash_attn.flash_attn_interface"
 CPU = "vllm.v1.attention.backends.cpu_attn"
 WORKERS = ("vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker")
 
@@ -161,6 +162,47 @@ class Adapter(ABC):
     write_flash: VllmFunction = VllmFunction(FLASH, "FlashAttentionImpl.do_kv_cache_update", _WRITE)
     attend_flash: VllmFunction = VllmFunction(FLASH, "FlashAttentionImpl.forward", _ATTEND)
     build_flash: VllmFunction = VllmFunction(FLASH, "FlashAttentionMetadataBuilder.build", _BUILD)
+    # FlashAttention itself: attention over prefixes, and its plan.
+    call_flash: VllmNames = VllmNames(
+        FLASH_CALLS,
+        "flash_attn_varlen_func",
+        (
+            *("q", "k", "v", "out", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k"),
+            *("softmax_scale", "causal", "block_table", "softcap", "return_softmax_lse"),
+            *("scheduler_metadata", "num_splits", "fa_version"),
+            *("q_descale", "k_descale", "v_descale"),
+        ),
+    )
+    plan_flash: VllmNames = VllmNames(
+        FLASH_CALLS,
+        "get_scheduler_metadata",
+        (
+            *("batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads_q", "num_heads_kv"),
+            *("headdim", "cache_seqlens", "qkv_dtype", "cu_seqlens_q", "page_size", "causal"),
+            *("num_splits", "sm_margin"),
+        ),
+    )
+    # What is read and set of its builder, of the metadata that it builds, and of a layer.
+    flash_builder: VllmNames = VllmNames(
+        FLASH,
+        "FlashAttentionMetadataBuilder",
+        (
+            *("aot_schedule", "aot_sliding_window", "max_num_splits", "scheduler_metadata"),
+            *("use_full_cuda_graph", "max_cudagraph_size", "num_heads_q", "num_heads_kv"),
+            *("headdim", "block_size", "kv_cache_dtype", "supports_update_block_table"),
+        ),
+    )
+    flash_metadata: VllmNames = VllmNames(
+        FLASH, "FlashAttentionMetadata", ("scheduler_metadata", "max_num_splits")
+    )
+    flash_layer: VllmNames = VllmNames(
+        FLASH,
+        "FlashAttentionImpl",
+        (
+            *("num_heads", "num_kv_heads", "head_size", "scale", "sliding_window"),
+            *("kv_cache_dtype", "logits_soft_cap", "vllm_flash_attn_version"),
+        ),
+    )
     write_cpu: VllmFunction = VllmFunction(
         CPU, "CPUAttentionBackendImpl.do_kv_cache_update", _WRITE
     )
@@ -194,6 +236,10 @@ class Adapter(ABC):
         "Scheduler.update_from_output",
         ("self", "scheduler_output", "model_runner_output"),
     )
+    # Returns a step's output, in the worker's process.
+    end_step: VllmFunction = VllmFunction(
+        "vllm.v1.worker.gpu_worker", "Worker.sample_tokens", ("self", "grammar_output")
+    )
     propose: VllmFunction
     copy_inputs: VllmFunction
     set_attention: VllmFunction = VllmFunction(
@@ -225,11 +271,11 @@ class Adapter(ABC):
     # Whether a token that is drawn for a column of the draft logits has noise of that column.
     noise_by_column: bool = False
 
-    def parts(self) -> Iterator[VllmFunction | VllmFields]:
+    def parts(self) -> Iterator[VllmFunction | VllmFields | VllmNames]:
         """Everything of vLLM that this version was read for."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, VllmFunction | VllmFields):
+            if isinstance(value, VllmFunction | VllmFields | VllmNames):
                 yield value
         yield from map(self.end_of_start, WORKERS)
         yield from map(self.measure_memory, WORKERS)

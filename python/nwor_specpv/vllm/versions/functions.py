@@ -36,6 +36,19 @@ class VllmFields:
         return f"{self.module}.{self.path}"
 
 
+@dataclass(frozen=True)
+class VllmNames:
+    """A function or class of vLLM and names that it has, among others: parameters of the function,
+    fields of the class, or attributes that its methods set."""
+
+    module: str
+    path: str
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.path}"
+
+
 def signature_problem(function: Callable[..., Any], expected: tuple[str, ...]) -> str | None:
     """Why `function` cannot be used: its parameters are not the expected ones. None: they are."""
     name = getattr(function, "__qualname__", repr(function))

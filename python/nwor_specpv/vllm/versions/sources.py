@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .adapter import Adapter
-from .functions import VllmFields, VllmFunction
+from .functions import VllmFields, VllmFunction, VllmNames
 
 
 @dataclass(frozen=True)
 class Difference:
     """Something of vLLM that is not as an adapter has it."""
 
-    part: VllmFunction | VllmFields
+    part: VllmFunction | VllmFields | VllmNames
     file: str  # in the release
     line: int  # 0: the file or the name is not there
-    found: tuple[str, ...] | None  # None: it is not there
+    found: tuple[str, ...] | None  # None: it is not there; of `VllmNames`, the wanted ones alone
 
     def __str__(self) -> str:
         name = f"{self.file}:{self.line}: {self.part.path}"
@@ -37,7 +37,9 @@ class Difference:
         return f"{name} has changed: {'; '.join(changes) or 'another order'}"
 
 
-def expected(part: VllmFunction | VllmFields) -> tuple[str, ...]:
+def expected(part: VllmFunction | VllmFields | VllmNames) -> tuple[str, ...]:
+    if isinstance(part, VllmNames):
+        return part.names
     return part.parameters if isinstance(part, VllmFunction) else part.fields
 
 
@@ -56,11 +58,15 @@ class Release(ABC):
         found = (self._compare(part) for part in adapter.parts())
         return [difference for difference in found if difference is not None]
 
-    def _compare(self, part: VllmFunction | VllmFields) -> Difference | None:
+    def _compare(self, part: VllmFunction | VllmFields | VllmNames) -> Difference | None:
         file, node = self._find(part.module, part.path.split("."))
         if node is None:
             return Difference(part, file, 0, None)
-        names = _parameters(node) if isinstance(part, VllmFunction) else _fields(node)
+        if isinstance(part, VllmNames):
+            there = {*_parameters(node), *_fields(node), *_attributes(node)}
+            names = tuple(name for name in part.names if name in there)
+        else:
+            names = _parameters(node) if isinstance(part, VllmFunction) else _fields(node)
         if names == expected(part):
             return None
         return Difference(part, file, getattr(node, "lineno", 0), names)
@@ -178,3 +184,16 @@ def _fields(node: ast.AST) -> tuple[str, ...]:
     body = getattr(node, "body", ())
     annotated = (one for one in body if isinstance(one, ast.AnnAssign))
     return tuple(one.target.id for one in annotated if isinstance(one.target, ast.Name))
+
+
+def _attributes(node: ast.AST) -> tuple[str, ...]:
+    """What methods of the class set on `self`."""
+    stored = (
+        one for one in ast.walk(node) if isinstance(one, ast.Attribute) and _is_stored_on_self(one)
+    )
+    return tuple(one.attr for one in stored)
+
+
+def _is_stored_on_self(node: ast.Attribute) -> bool:
+    owner = node.value
+    return isinstance(node.ctx, ast.Store) and isinstance(owner, ast.Name) and owner.id == "self"

@@ -15,6 +15,7 @@ import torch
 from .adapter import (
     ATTENTION,
     CONFIG,
+    FLASH,
     PROPOSED,
     RUNNER_V2,
     SCHEDULER,
@@ -22,7 +23,7 @@ from .adapter import (
     Adapter,
     replaced,
 )
-from .functions import VllmFields, VllmFunction
+from .functions import VllmFields, VllmFunction, VllmNames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,11 @@ class Vllm026(Adapter):
             *("mm_req_doc_ranges", "rswa_prefix_lens", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
             *("_num_computed_tokens_cache", "_token_to_req_indices_cache"),
         ),
+    )
+    flash_metadata: VllmNames = VllmNames(
+        FLASH,
+        "FlashAttentionMetadata",
+        ("scheduler_metadata", "max_num_splits", "sliding_window"),
     )
     of_requests: tuple[str, ...] = (
         *("seq_lens", "block_table_tensor", "encoder_seq_lens", "encoder_seq_lens_cpu"),

@@ -459,7 +459,7 @@ def test_without_memory_for_views_lookups_draft(
     monkeypatch.setattr(module, part, refuse)
     with caplog.at_level(logging.WARNING, "nwor_specpv"):
         llm = begin()
-    said = "so requests draft by lookups alone: OutOfMemoryError: injected"
+    said = "views could not be made, so requests draft by lookups alone: OutOfMemoryError: injected"
     assert said in caplog.text
     assert draft_failures(before) == {"out_of_memory": 1}  # at start
     story = drive(llm, prompts(), greedy(MAX_TOKENS))

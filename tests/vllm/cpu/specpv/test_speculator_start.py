@@ -55,18 +55,36 @@ def fail(*_: Any) -> Any:
     raise RuntimeError("injected")
 
 
-def test_a_start_that_fails_leaves_the_head_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_leaves_the_head_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from nwor_specpv import Metrics
 
     spec = make(World([]), monkeypatch)
     monkeypatch.setattr(spec, "_ready", fail)
     before = Metrics().snapshot()["specpv_draft_failures_total"].get("start", 0)
-    for _ in range(2):  # it is not tried again
-        spec.start()
+    with caplog.at_level(logging.WARNING, "nwor_specpv"):
+        for _ in range(2):  # it is not tried again
+            spec.start()
+    said = "partial passes failed, so the head drafts alone until the next start"
+    assert caplog.text.count(f"nwor_specpv: {said}: RuntimeError: injected") == 1
     assert Metrics().snapshot()["specpv_draft_failures_total"]["start"] == before + 1
     assert spec._engine.draft_failures.latest == "RuntimeError: injected"
     assert spec.lengths.given_up
     assert spec._loop is None  # nor is memory held for nobody
+
+
+@pytest.mark.parametrize("tried", [True, False])
+def test_caches_that_vllm_only_tries_have_no_views(
+    tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It captures graphs on them to see how much memory those take."""
+    spec = make(World([]), monkeypatch)
+    captured: list[list[int]] = []
+    monkeypatch.setattr(spec, "_capture_loop", captured.append)
+    spec._engine.sizes_caches = tried
+    spec._capture_passes([SimpleNamespace(num_reqs=4, uniform_token_count=ROWS)])
+    assert captured == ([] if tried else [[4]])
 
 
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])

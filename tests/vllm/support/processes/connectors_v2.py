@@ -20,7 +20,7 @@ from support import triton_cpu
 from support.engines import own_engine, release_engines
 from support.engines import stats as own_stats
 from support.heads import story_head
-from support.installed import PAGE
+from support.installed import ADAPTER, PAGE
 
 
 def main() -> None:
@@ -43,7 +43,8 @@ def run(what: str, reference: dict[str, Any], head: dict[str, Any]) -> dict[str,
     # Two steps are planned before it is known what the first of them emits.
     late = 2 * runs.MOST_IN_A_STEP
     ours = what in ("layer", "forward", "next")
-    connector = host_connector(what) if ours else offloading(offload_prompt_only=what != "answers")
+    answers = what == "answers" or (what == "fault" and not ADAPTER.offloads_last_token)
+    connector = host_connector(what) if ours else offloading(offload_prompt_only=not answers)
     runs.forget_connector()
     llm = runs.begin(
         connector,
