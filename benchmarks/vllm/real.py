@@ -114,7 +114,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if not args.model and not args.summary:
         parser.error("--model is missing")
     if not args.sides:
-        args.sides = [side for side in real_engine.SIDES if side != "eagle3" or args.head]
+        left_out = {"idle"} | (set() if args.head else {"eagle3"})
+        args.sides = [side for side in real_engine.SIDES if side not in left_out]
     if "eagle3" in args.sides and not args.head:
         parser.error("the side eagle3 needs --head")
     sizes = [tuple(map(int, cell.split("x"))) for cell in args.cells]

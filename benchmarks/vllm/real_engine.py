@@ -5,10 +5,13 @@
 * eagle3: vLLM's own drafting with a head.
 * lossless: the plugin's one switch; with a head, the head and the scheduler class too.
 * streaming: as lossless, with views of the same size that have sinks and a window alone.
+* idle: as lossless, but the closed loop has plain steps alone to choose from, and measures them as
+  in service. Against plain it says what the plugin costs where drafts do not pay.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import time
@@ -21,7 +24,7 @@ from real_measure import Size
 from real_records import Cell
 
 STOCK = ("plain", "ngram", "eagle3")
-OURS = ("lossless", "streaming")
+OURS = ("lossless", "streaming", "idle")
 SIDES = (*STOCK, *OURS)
 HEAD_DRAFTS = 4  # of stock vLLM with a head
 LONG_DRAFTS = 15  # of ours with a head
@@ -51,7 +54,8 @@ def speculation(side: str, head: str, *, gpu: bool) -> dict[str, Any] | None:
 
 
 def plugin_settings(side: str, keys: dict[str, Any]) -> dict[str, Any]:
-    """Keys of the plugin. Streaming views spend all their blocks but the sinks on the window."""
+    """Keys of the plugin. Streaming views spend all their blocks but the sinks on the window; who
+    takes plain steps alone has no fixed passes."""
     from nwor_specpv.config import Settings
 
     told = {"enable_specpv": True} | keys
@@ -59,6 +63,8 @@ def plugin_settings(side: str, keys: dict[str, Any]) -> dict[str, Any]:
         known = Settings(**told)
         window = known.specpv_n_retrieval_blocks + known.specpv_n_window_blocks
         told |= {"specpv_selector": "streaming", "specpv_n_window_blocks": window}
+    elif side == "idle":
+        told["specpv_draft_passes"] = 0
     return told
 
 
@@ -133,6 +139,14 @@ def cache_bytes(args: Namespace, cells: Sequence[Cell], *, gpu: bool) -> int:
     return min(wanted, int(CACHE_SHARE * total / engines))
 
 
+def take_plain_steps(llm: Any) -> None:
+    """The plugin's scheduler, which is in this process, has nothing else to choose from."""
+    from nwor_specpv.arms import PLAIN
+
+    choice = llm.llm_engine.engine_core.engine_core.scheduler.decisions.choice
+    choice.choose = functools.partial(choice.choose, only=(PLAIN,))
+
+
 def start(side: str, args: Namespace, cells: Sequence[Cell]) -> tuple[Any, dict[str, Any]]:
     """The engine, and what is recorded about it."""
     import torch
@@ -142,6 +156,8 @@ def start(side: str, args: Namespace, cells: Sequence[Cell]) -> tuple[Any, dict[
     gpu, began = torch.cuda.is_available(), time.monotonic()
     chosen = options(side, args, cells, gpu=gpu)
     llm = LLM(**chosen)
+    if side == "idle":
+        take_plain_steps(llm)
     config = llm.llm_engine.vllm_config
     drafting = config.speculative_config
     told: dict[str, Any] = {

@@ -189,7 +189,7 @@ class Bench:
         cached = sum(answer.cached for answer in answers.values())
         told["cached"] = cached / sum(map(len, prompts))
         told["first_token_s"] = {} if cached else spread(first)
-        self._finish(list(answers))
+        self.finish(list(answers))
         told["wall_s"] = self._clock.now() - began
         kept = size.warm_tokens + size.tokens
         if temperature == 0:
@@ -245,6 +245,12 @@ class Bench:
                 answer.second_best.append((other, round(entries[token].logprob - best, 5)))
         return now, tokens, ended
 
+    def finish(self, names: list[str]) -> None:
+        """Ends requests."""
+        self._engine.abort_request(names)
+        while self._engine.has_unfinished_requests() or getattr(self._core, "batch_queue", None):
+            self._engine.step()
+
     def _decode(
         self, answers: dict[str, Answer], tokens: int, seconds: float, *, rests: bool = False
     ) -> tuple[list[float], str]:
@@ -263,11 +269,6 @@ class Bench:
             if now > limit:
                 return times, "time is up"
         return times, ""
-
-    def _finish(self, names: list[str]) -> None:
-        self._engine.abort_request(names)
-        while self._engine.has_unfinished_requests() or getattr(self._core, "batch_queue", None):
-            self._engine.step()
 
     def _counts(self) -> dict[str, Any]:
         if not self._plugin:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
 import shutil
 import socket
@@ -66,6 +67,14 @@ def has_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None
 
 
+def device() -> str:
+    """What a result says it was measured on."""
+    if not has_gpu():
+        return f"{platform.machine()} CPU"
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -73,16 +82,18 @@ def free_port() -> int:
 
 
 def launch(
-    name: str, arguments: Sequence[str], log: Path, *, settings: Mapping[str, Any] | None
-) -> Server:
-    """Starts a server. `arguments`: vLLM's. `settings`: keys of the plugin; None: without it."""
+    name: str, arguments: Sequence[str], log: Path, *,
+    settings: Mapping[str, Any] | None, variables: Mapping[str, str] | None = None,
+) -> Server:  # fmt: skip
+    """Starts a server. `arguments`: vLLM's. `settings`: keys of the plugin; None: without it.
+    `variables`: of its environment."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
     command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--disable-uvicorn-access-log"]
     # Two servers that bind their threads to the same cores would wait for each other.
     env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    env |= os.environ
+    env |= os.environ | dict(variables or {})
     metrics = ""
     if settings is None:
         env["VLLM_PLUGINS"] = "none"
@@ -106,19 +117,26 @@ def scrape(url: str) -> Samples:
     return Samples(get(url))
 
 
+def is_ready(server: Server) -> bool:
+    """Raises SystemExit if the server has gone."""
+    if server.process.poll() is not None:
+        tail = server.log.read_text(errors="replace")[-3000:]
+        raise SystemExit(f"{tail}\nthe server {server.name} ended: {server.log}")
+    try:
+        get(f"{server.url}/health")
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+    return True
+
+
 def wait_until_ready(server: Server, seconds: float = 900.0) -> None:
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if server.process.poll() is not None:
-            tail = server.log.read_text(errors="replace")[-3000:]
-            raise SystemExit(f"{tail}\nthe server {server.name} ended: {server.log}")
-        try:
-            get(f"{server.url}/health")
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.5)
-        else:
-            return
-    raise SystemExit(f"the server {server.name} is not ready after {seconds:.0f} s: {server.log}")
+    while not is_ready(server):
+        if time.monotonic() > deadline:
+            raise SystemExit(
+                f"the server {server.name} is not ready after {seconds:.0f} s: {server.log}"
+            )
+        time.sleep(0.5)
 
 
 def end(server: Server, seconds: float = 60.0) -> End:

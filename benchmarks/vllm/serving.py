@@ -2,8 +2,9 @@
 """Serving with and without the plugin, under traffic: OpenAI-compatible servers, asked in turn.
 
     python benchmarks/vllm/serving.py --model smollm2 --out DIR                       # chat lengths
-    python benchmarks/vllm/serving.py --model FOLDER --head HEAD --lengths long \\
-        --sides stock nwor long --loads 4c 25% 50% 75% 90% all --out DIR --seconds 540
+    python benchmarks/vllm/serving.py --model FOLDER --lengths long32k --sides plain stock long \\
+        --requests 48 --loads 50% all --server-args '--max-num-seqs 24' --out DIR --seconds 540
+    python benchmarks/vllm/serving.py --model llama-3.1-8b --head dummy --out DIR   # 8B shapes
     python benchmarks/vllm/serving.py --out DIR --summary benchmarks/results/h200/serving_NAME.json
 
 A load is a number of clients that wait for their answers (8c), requests a second at random moments
@@ -11,20 +12,25 @@ A load is a number of clients that wait for their answers (8c), requests a secon
 prompts and answers are drawn from a table of lengths.json, prompts from real_prompts.py's text. All
 sides get the same requests at the same moments, with the same drafter:
 
-* stock: vLLM as it comes. * nwor: with the plugin. * long: with the plugin's `enable_specpv`.
+* plain: vLLM without drafts. * stock: vLLM as it comes. * nwor: with the plugin. * long: with the
+plugin's `enable_specpv`, which without a head makes drafts of its own.
 
-All servers are up all the time, each with its share of a GPU's memory; one is asked at a time, the
-others are idle. Every measurement is a line of DIR/records.jsonl, and a later call goes on where
-one was stopped. With --seconds a call ends in time, with status 75 while something is left.
+All servers start at once and are up all the time, each with a KV cache of the same size; one is
+asked at a time, the others are idle. `llama-3.1-8b` has that model's shapes and dummy weights, and
+`dummy` is such a head: how many of its drafts are accepted is preset by vLLM's own synthetic
+sampler. Times are those of such a model then, words mean nothing.
+
+Every measurement is a line of DIR/records.jsonl, and a later call goes on where one was stopped.
+With --seconds a call ends in time, with status 75 while something is left.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -37,19 +43,19 @@ import real_prompts
 import server_process
 import serving_load
 import serving_measure
+import serving_models
 import serving_summary
-from real_engine import shipped_head
 from server_process import Server, has_gpu
 from serving_load import Load
 from serving_measure import Asked
-from serving_records import FAILED, MEASURED, STOCK, Job, Records, plan
+from serving_models import SHAPES, SHAPES_HEAD
+from serving_records import FAILED, MEASURED, PLAIN, STOCK, Job, Records, plan
 
-SIDES = (STOCK, "nwor", "long")
+SIDES = (PLAIN, STOCK, "nwor", "long")
 LOADS = ("8c", "25%", "50%", "75%", "90%", "all")
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
-HEAD_DRAFTS, LONG_DRAFTS = 4, 15
 UNFINISHED = 75
-MEMORY = 0.9  # of a GPU, of all servers together
+START_S = 900
+WARM_REQUESTS = 4  # of the table that is measured, after as many short ones
 
 
 def main(arguments: list[str]) -> int:
@@ -60,7 +66,7 @@ def main(arguments: list[str]) -> int:
     records = Records(args.out / "records.jsonl")
     if args.retry:
         records.drop(FAILED)
-    resolve(args)
+    serving_models.resolve(args)
     serving_summary.identify(args.out, told_of(args))
     jobs = plan(args.loads, args.sides, args.turns)
     left = records.pending(jobs)
@@ -75,17 +81,18 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face folder")
+    parser.add_argument("--model", default="smollm2", help=f"smollm2, {SHAPES}, or a folder")
     parser.add_argument("--head", default="",
-                        help="an EAGLE3 head, or shipped: in place of n-grams")  # fmt: skip
+                        help=f"an EAGLE3 head, shipped or {SHAPES_HEAD}: not n-grams")  # fmt: skip
     parser.add_argument("--speculation", type=json.loads, default={},
                         help="JSON: more keys of vLLM's speculative config")  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, help="folder of records and logs")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES[:2]))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=[STOCK, "nwor"])
     parser.add_argument("--lengths", choices=serving_load.tables()["tables"], default="chat")
     parser.add_argument("--loads", nargs="+", type=Load.parse, default=list(map(Load, LOADS)))
     parser.add_argument("--requests", type=int, default=200, help="of a load")
     parser.add_argument("--turns", type=int, default=2, help="measurements of a load on each side")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--text", nargs="+", default=[], help="files in place of the default text")
     parser.add_argument("--seconds", type=float, default=0, help="of this call; 0: no limit")
     parser.add_argument("--retry", action="store_true", help="try again what has failed")
@@ -98,24 +105,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def resolve(args: argparse.Namespace) -> None:
-    """Makes the folders of the shipped names."""
-    args.name = Path(args.model).name
-    if args.model == "smollm2":
-        from nwor_specpv.models import smollm2
-
-        args.model, args.name = str(smollm2(args.dtype)), "SmolLM2-135M-Instruct"
-    if args.head == "shipped":
-        args.head = shipped_head(args.out, args.model)
-
-
 def told_of(args: argparse.Namespace) -> dict[str, Any]:
     text = real_prompts.read_text(args.text)
     return {
         "model": args.name,
         "dtype": args.dtype,
         "head": Path(args.head).name if args.head else None,
-        "drafter": {side: speculation(side, args) for side in args.sides},
+        "drafter": {side: told_drafter(side, args) for side in args.sides},
+        "temperature": args.temperature,
         "lengths": args.lengths,
         "requests_of_a_load": args.requests,
         "text": text.name,
@@ -126,18 +123,16 @@ def told_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def speculation(side: str, args: argparse.Namespace) -> dict[str, Any] | None:
-    """vLLM's speculative config. Without a head `enable_specpv` chooses one itself."""
-    if args.head:
-        drafts = LONG_DRAFTS if side == "long" else HEAD_DRAFTS
-        told = {"method": "eagle3", "model": args.head, "num_speculative_tokens": drafts}
-        return told | args.speculation
-    return None if side == "long" else NGRAM | args.speculation
+def told_drafter(side: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    """As the server is told, with the name of the head alone."""
+    told = serving_models.speculation(side, args)
+    return told | {"model": Path(args.head).name} if told and args.head else told
 
 
 def server_arguments(side: str, args: argparse.Namespace) -> list[str]:
-    told = ["--model", args.model, "--dtype", args.dtype]
-    drafts = speculation(side, args)
+    told = ["--model", args.model, "--dtype", args.dtype, *args.load]
+    told += ["--generation-config", "vllm"]  # a model's own penalties are left out
+    drafts = serving_models.speculation(side, args)
     if drafts is not None:
         told += ["--speculative-config", json.dumps(drafts)]
     if side == "long" and args.head:
@@ -145,15 +140,11 @@ def server_arguments(side: str, args: argparse.Namespace) -> list[str]:
     more = [*shlex.split(args.server_args), *shlex.split(args.side_args.get(side, ""))]
     if "--max-model-len" not in more:
         told += ["--max-model-len", str(serving_load.longest(args.lengths) + 16)]
+    if "--kv-cache-memory-bytes" not in more:
+        told += ["--kv-cache-memory-bytes", str(serving_models.cache_bytes(len(args.sides)))]
     if has_gpu() and "--gpu-memory-utilization" not in more:
-        told += ["--gpu-memory-utilization", f"{MEMORY / len(args.sides):.2f}"]
+        told += ["--gpu-memory-utilization", "0.02"]  # the size of the cache is given
     return told + more
-
-
-def settings(side: str, args: argparse.Namespace) -> dict[str, Any] | None:
-    if side == STOCK:
-        return None
-    return ({"enable_specpv": True} if side == "long" else {}) | args.set
 
 
 def work(args: argparse.Namespace, records: Records, jobs: list[Job]) -> None:
@@ -164,9 +155,9 @@ def work(args: argparse.Namespace, records: Records, jobs: list[Job]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     prompts = real_prompts.Prompts(tokenizer, real_prompts.read_text(args.text))
     with ExitStack() as stack:
-        servers = {side: start(side, args, records, stack) for side in args.sides}
+        servers = start(args, records, stack)
         for server in servers.values():
-            warm_up(server, prompts)
+            warm_up(args, server, prompts)
         for job in jobs:
             spent = time.monotonic() - began
             if args.seconds and spent + records.job_seconds(job.load) > args.seconds:
@@ -174,35 +165,37 @@ def work(args: argparse.Namespace, records: Records, jobs: list[Job]) -> None:
             measure(job, args, records, servers[job.side], prompts)
 
 
-def start(side: str, args: argparse.Namespace, records: Records, stack: ExitStack) -> Server:
-    """One after the other: a server that starts measures how much memory is free."""
+def start(args: argparse.Namespace, records: Records, stack: ExitStack) -> dict[str, Server]:
+    """All at once. `start_s` is until a server is ready, in the company of the others."""
     from engine_state import origin
 
-    began = time.monotonic()
-    keys = settings(side, args)
-    log = args.out / f"{side}.log"
-    server = server_process.launch(side, server_arguments(side, args), log, settings=keys)
-    stack.callback(server_process.end, server)
-    server_process.wait_until_ready(server)
-    told = {"server": side, "start_s": time.monotonic() - began, "device": device()}
-    records.add(told | {"python": platform.python_version()} | origin())
-    return server
+    began, device, servers = time.monotonic(), server_process.device(), {}
+    for side in args.sides:
+        log, keys = args.out / f"{side}.log", serving_models.settings(side, args)
+        told = server_arguments(side, args)
+        # What is compiled at once for the same model is kept apart.
+        cache = {"VLLM_CACHE_ROOT": str(args.out.resolve() / "compiled" / side)}
+        servers[side] = server_process.launch(side, told, log, settings=keys, variables=cache)
+        stack.callback(server_process.end, servers[side])
+    waiting = list(args.sides)
+    while waiting:
+        for side in [one for one in waiting if server_process.is_ready(servers[one])]:
+            waiting.remove(side)
+            told = {"server": side, "start_s": time.monotonic() - began, "device": device}
+            records.add(told | {"python": platform.python_version()} | origin())
+        if time.monotonic() - began > START_S:
+            raise SystemExit(f"after {START_S} s these are not ready: {', '.join(waiting)}")
+        time.sleep(0.5)
+    return servers
 
 
-def device() -> str:
-    if not has_gpu():
-        return f"{platform.machine()} CPU"
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
-
-
-def warm_up(server: Server, prompts: real_prompts.Prompts) -> None:
+def warm_up(args: argparse.Namespace, server: Server, prompts: real_prompts.Prompts) -> None:
     """What a server does once is done before it is measured."""
-    load = Load("4c")
-    sizes = serving_load.draw("tiny", 8, 0)
+    sizes = [one for table in ("tiny", args.lengths)
+             for one in serving_load.draw(table, WARM_REQUESTS, 0)]  # fmt: skip
     windows = prompts.windows([one.prompt for one in sizes], 0)
-    asked = [Asked(prompt, one, 0.0) for prompt, one in zip(windows, sizes, strict=True)]
-    serving_measure.run(server, load, asked)
+    asked = [Asked(*one, 0.0, args.temperature) for one in zip(windows, sizes, strict=True)]
+    serving_measure.run(server, Load("4c"), asked)
 
 
 def measure(
@@ -217,14 +210,14 @@ def measure(
     sizes = serving_load.draw(args.lengths, args.requests, seed)
     windows = prompts.windows([one.prompt for one in sizes], seed)
     moments = serving_load.moments(args.requests, rate, seed)
-    asked = [Asked(*one) for one in zip(windows, sizes, moments, strict=True)]
+    asked = [Asked(*one, args.temperature) for one in zip(windows, sizes, moments, strict=True)]
     try:
         found = serving_measure.run(server, load, asked)
     except (RuntimeError, OSError) as error:
         records.add(job.record(FAILED, reason=str(error)))
         print(f"{job.side:6} {load.name:>6}: {error}", flush=True)
         return
-    offered = None if rate == float("inf") else rate
+    offered = None if rate == math.inf else rate
     records.add(job.record(MEASURED, offered_per_s=offered, **found))
     times = (found["first_ms"]["p50"], found["token_ms"]["p50"], found["token_ms"]["p99"])
     print(

@@ -34,11 +34,12 @@ class Asked:
     prompt: list[int]
     sizes: Sizes
     moment: float
+    temperature: float = 0.0
 
     @property
     def body(self) -> dict[str, Any]:
         told = {"prompt": self.prompt, "max_tokens": self.sizes.answer}
-        return told | {"temperature": 0, "ignore_eos": True}
+        return told | {"temperature": self.temperature, "ignore_eos": True}
 
 
 class Gauges:

@@ -12,7 +12,7 @@ from json_lines import JsonLines
 from serving_load import ALL, Load
 
 MEASURED, FAILED = "measured", "failed"
-STOCK = "stock"
+PLAIN, STOCK = "plain", "stock"
 _JOB_S = 60.0  # as long as nothing was measured
 
 
@@ -33,9 +33,9 @@ class Job:
 
 def plan(loads: Sequence[Load], sides: Sequence[str], turns: int) -> list[Job]:
     """Sides in turn, the other way round in every second turn. All at once comes first: shares are
-    of what stock vLLM did then."""
-    if any(load.share for load in loads) and STOCK not in sides:
-        raise ValueError(f"loads in % need the side {STOCK}")
+    of what stock vLLM did then, or plain vLLM where only that is asked."""
+    if any(load.share for load in loads) and not {STOCK, PLAIN} & set(sides):
+        raise ValueError(f"loads in % need the side {STOCK} or {PLAIN}")
     wanted = list(loads)
     if any(load.share for load in loads):
         wanted = [Load(ALL), *wanted]
@@ -63,11 +63,14 @@ class Records(JsonLines):
         return [job for job in jobs if job not in done]
 
     def most(self) -> float:
-        """Requests a second that stock vLLM served when all came at once; 0: not measured."""
+        """Requests a second that stock vLLM served when all came at once, or plain vLLM where there
+        is no stock; 0: not measured."""
+        jobs = self.jobs()
+        side = STOCK if any(r["side"] == STOCK for r in jobs) else PLAIN
         found = [
             r["requests_per_s"]
-            for r in self.jobs()
-            if (r["load"], r["side"], r["status"]) == (ALL, STOCK, MEASURED)
+            for r in jobs
+            if (r["load"], r["side"], r["status"]) == (ALL, side, MEASURED)
         ]
         return statistics.median(found) if found else 0.0
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from serving_records import MEASURED, STOCK, Records
+from serving_records import MEASURED, PLAIN, STOCK, Records
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 MEDIANS = (
@@ -76,11 +76,11 @@ def summarise_load(load: str, jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if runs:
             told["sides"][side] = summarise_side(runs)
             told["offered_per_s"] = runs[0]["offered_per_s"]
-    stock = told["sides"].get(STOCK)
-    for side in told["sides"].values():
-        if stock is not None:
-            side["to_stock"] = {
-                name: _pick(side, *place) / _pick(stock, *place) for name, place in RATIOS.items()
+    for peer in (STOCK, PLAIN):
+        theirs = told["sides"].get(peer)
+        for side in told["sides"].values() if theirs else ():
+            side[f"to_{peer}"] = {
+                name: _pick(side, *place) / _pick(theirs, *place) for name, place in RATIOS.items()
             }
     return told
 

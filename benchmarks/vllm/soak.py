@@ -2,8 +2,8 @@
 """A server of vLLM with the plugin under traffic of every kind, for as long as one likes.
 
     python benchmarks/vllm/soak.py --model smollm2 --minutes 30 --out DIR
-    python benchmarks/vllm/soak.py --model smollm2 --minutes 10 --out DIR --rate 40 \\
-        --server-args '--max-num-seqs 64'                                        # on a GPU
+    python benchmarks/vllm/soak.py --model smollm2 --minutes 10 --out DIR --rate 300 \\
+        --most-open 64 --cache-share 0.2                                         # on a GPU
 
 Clients come at random moments (Poisson) with the requests of soak_traffic.py: mixed lengths, greedy
 and sampled, stop strings, structured output, LoRA, shared prefixes, and clients that leave amid
@@ -12,8 +12,8 @@ their answer. The KV cache is too small for all of them, so that requests are pr
 Meanwhile and at the end it is checked (see soak_books.py) that every staged token was committed or
 rejected, nothing was bypassed, no memory grows, no line is logged twice, a request that is sent
 again gets the same text (on a CPU in float32; counted elsewhere, where vLLM promises less), nothing
-is left when all is quiet, and the server ends when it is asked to. DIR/soak.json is the result;
-the exit status is 1 if something is wrong.
+is left when all is quiet, and the server ends when it is asked to. DIR/soak.json is the result,
+--json FILE a copy of it; the exit status is 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -192,12 +192,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
                         help="without the plugin: is it vLLM's doing?")  # fmt: skip
     parser.add_argument("--set", type=json.loads, default={}, help="JSON: keys of the plugin")
     parser.add_argument("--server-args", default="", help="more arguments of vLLM's server")
+    parser.add_argument("--json", type=Path, help="write the result there, too")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))
     args = parser.parse_args(arguments)
+    args.name = Path(args.model).name
     if args.model == "smollm2":
         from nwor_specpv.models import smollm2
 
-        args.model = str(smollm2(args.dtype))
+        args.model, args.name = str(smollm2(args.dtype)), "SmolLM2-135M-Instruct"
     return args
 
 
@@ -231,13 +233,17 @@ def report(args: argparse.Namespace, soak: Soak, problems: list[str]) -> int:
     from engine_state import origin
 
     told = origin() | {"minutes": args.minutes, "rate": args.rate, "seed": args.seed}
-    told |= {"sequences": args.sequences, "dtype": args.dtype, "server_args": args.server_args}
-    told |= {"plugin": not args.stock}
-    told |= soak.answers.summary() | {"counters": soak.own, "vllm": soak.engine}
+    told |= {"device": server_process.device(), "model": args.name, "dtype": args.dtype}
+    told |= {"sequences": args.sequences, "cache_share": args.cache_share}
+    told |= {"server_args": args.server_args, "settings": args.set, "plugin": not args.stock}
+    told |= soak.answers.summary() | {"counters": soak.own}
+    told["vllm_counters"] = soak.engine
     told["memory_mib"] = {name: soak.memory.growth(name) for name in soak.memory.series}
     told["problems"] = problems
-    (args.out / "soak.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(told, indent=1))
+    text = json.dumps(told, indent=1)
+    for path in filter(None, (args.out / "soak.json", args.json)):
+        path.write_text(text + "\n", encoding="utf-8")
+    print(text)
     for problem in problems:
         print(f"WRONG: {problem}")
     print("something is wrong" if problems else "all is well")

@@ -38,7 +38,10 @@ def make(folder: Path, model: str) -> list[str]:
         path.mkdir(parents=True, exist_ok=True)
         _write(path, model, seed)
         modules.append(f"{name}={path}")
-    told = ["--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", str(len(NAMES))]
+    # One place more than there are adapters. On a CPU vLLM computes rows without an adapter with
+    # what lies in the last place (index -1 of its torch operators), where another row has one.
+    places = str(len(NAMES) + 1)
+    told = ["--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", places]
     return [*told, "--lora-modules", *modules]
 
 

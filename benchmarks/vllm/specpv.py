@@ -1,16 +1,24 @@
 #!/usr/bin/env python3
 """Long contexts in vLLM against stock vLLM, at a real model's shapes.
 
-    python benchmarks/vllm/specpv.py --sides stock refresh lossless --cells 8x32768 6x122880
+    python benchmarks/vllm/specpv.py --sides stock lossless --cells 8x32768 6x122880
+    python benchmarks/vllm/specpv.py --sides plain self --cells 8x32768 6x122880
+    python benchmarks/vllm/specpv.py --sides lossless float8 --cells 8x32768 --passes 3
 
-Dummy weights of Llama-3.1-8B's shapes, an EAGLE3 head, acceptance set by hand: of the head's four
-drafts two are right, in vLLM's steps and in partial passes alike, and a draft of a long proposal is
-confirmed with `--agreement`. The head has an output matrix of its own for 32000 tokens, as trained
-ones have; vLLM gives heads of dummy weights the target's. Prompts are not computed: K/V of the
-cache is random, and the model is left out of prefill steps, so that a cell takes seconds instead of
-minutes. Each side is a process of its own, as two caches of this size do not fit one GPU;
-`--repeats` runs them again in turns. A step's time is that of many steps divided by their number,
-after steps that are not counted.
+* stock: vLLM with an EAGLE3 head. refresh, lossless: the same head and the plugin's modes.
+* float8: lossless with float8 weights of passes.
+* plain: vLLM without drafts. self: mode lossless without a head.
+
+Dummy weights of Llama-3.1-8B's shapes, acceptance set by hand (see specpv_preset.py): of the head's
+four drafts two are right, a pass without a head yields 1.5 tokens, and full steps confirm each
+draft of a long proposal with `--agreement`. The head has an output matrix of its own for 32000
+tokens, as trained ones have; vLLM gives heads of dummy weights the target's. Prompts are not
+computed: K/V of the cache is random, and the model is left out of prefill steps, so that a cell
+takes seconds instead of minutes. Each side is a process of its own, as two caches of this size do
+not fit one GPU; `--repeats` runs them again in turns.
+
+A step's time is that of many steps divided by their number. Where the closed loop chooses how steps
+are made, the same cell has run `--settle` times before. `passes` is a mean.
 """
 
 from __future__ import annotations
@@ -35,15 +43,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from engine_state import counts, origin, worker_runner
-from offline import LLAMA_8B, eagle_head, write_config
+from model_shapes import LLAMA_8B, eagle_head, write_config
+from specpv_preset import DRAFTS, HEAD, LOOKUPS, RIGHT, preset
 
-DRAFTS = 4  # of the head
-RIGHT = 2  # of them, every time
-LONG_DRAFTS = 15  # drafts by passes: four passes, the head's right guesses, and one more
 PREFILL_ROWS = 1024  # steps with more rows are prefill
 WARM_STEPS = 10
 SIDES = {
     "stock": {"enable_nwor": False},
+    "plain": {"enable_nwor": False},
     "refresh": {
         "enable_specpv": True,
         "specpv_mode": "refresh",
@@ -56,7 +63,21 @@ SIDES = {
         "specpv_selection": "shared",
         "specpv_draft_lookup": DRAFTS,
     },
+    "float8": {
+        "enable_specpv": True,
+        "specpv_selection": "shared",
+        "specpv_draft_lookup": DRAFTS,
+        "specpv_draft_weights": "float8",
+    },
+    "self": {"enable_specpv": True, "specpv_draft_lookup": DRAFTS},
 }
+STOCK = ("stock", "plain")  # without the plugin
+# What a side is compared with, if that was measured.
+BASES = {"refresh": "stock", "lossless": "stock", "self": "plain", "float8": "lossless"}
+# Sides that draft by passes: who guesses, drafts of a step at most, and how often they agree.
+GUESSES = {"lossless": HEAD, "float8": HEAD, "self": LOOKUPS}
+LONG_DRAFTS = {HEAD: 15, LOOKUPS: 16}
+AGREEMENT = {HEAD: 0.95, LOOKUPS: 0.9}
 SCHEDULER = "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"
 
 
@@ -71,6 +92,7 @@ def main() -> int:
 
 def run_sides(args: argparse.Namespace, folder: Path) -> int:
     """Those of which the folder has no file, each in a process."""
+    folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in args.sides}
     for number in range(args.repeats):
         for side in args.sides:
@@ -78,9 +100,10 @@ def run_sides(args: argparse.Namespace, folder: Path) -> int:
             if not out.exists():
                 command = [sys.executable, __file__, "--child", side, "--json", str(part)]
                 command += ["--cells", *args.cells, "--steps", str(args.steps)]
+                command += ["--settle", str(args.settle), "--compile", args.compile]
                 command += ["--layers", str(args.layers), "--passes", str(args.passes)]
                 command += ["--agreement", str(args.agreement), "--memory", str(args.memory)]
-                command += ["--set", json.dumps(args.set)]
+                command += ["--set", json.dumps(args.set), "--lock", args.lock]
                 if subprocess.run(command, check=False, timeout=args.timeout).returncode == 0:
                     part.replace(out)
             if out.exists():
@@ -89,81 +112,103 @@ def run_sides(args: argparse.Namespace, folder: Path) -> int:
     return 0 if all(len(runs) == args.repeats for runs in found.values()) else 1
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--sides", nargs="+", choices=sorted(SIDES), default=["stock", "refresh"])
+    parser.add_argument("--sides", nargs="+", choices=sorted(SIDES), default=["stock", "lossless"])
     parser.add_argument("--cells", nargs="+", default=["8x32768", "6x122880"])
-    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--settle", type=int, default=1, help="runs of a cell before, in a loop")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"])
-    parser.add_argument("--agreement", type=float, default=0.95)
+    parser.add_argument("--agreement", type=float, default=0,
+                        help="0: 0.95 with a head, 0.9 without")  # fmt: skip
     parser.add_argument("--passes", type=int, default=0, help="of a proposal; 0: as many as pay")
+    parser.add_argument("--compile", choices=("default", "off"), default="off")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory")
     parser.add_argument("--set", type=json.loads, default={}, help="JSON: keys of our sides")
     parser.add_argument("--lock", default="", help="a file: sides started at once take turns")
-    parser.add_argument("--timeout", type=float, default=600)
+    parser.add_argument("--timeout", type=float, default=600, help="seconds of a process")
     parser.add_argument("--json", default="")
     parser.add_argument("--keep", default="", help="a folder: what has run is not run again")
     parser.add_argument("--child", choices=sorted(SIDES), default="")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def report(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> None:
-    cells = {}
-    for cell in args.cells:
-        entry: dict[str, Any] = {}
-        for side, runs in found.items():
-            entry[side] = [run["cells"][cell] for run in runs if cell in run["cells"]]
-        medians = {
-            side: statistics.median(run["step_ms"] for run in runs)
-            for side, runs in entry.items()
-            if runs
-        }
-        entry["step_ms"] = medians
-        if "stock" in medians:
-            entry["ratio"] = {s: ms / medians["stock"] for s, ms in medians.items() if s != "stock"}
-            rates = {
-                side: statistics.median(run["tokens_per_s"] for run in entry[side])
-                for side in medians
-            }
-            entry["speed"] = {s: r / rates["stock"] for s, r in rates.items() if s != "stock"}
-        print(cell, {s: round(ms, 3) for s, ms in medians.items()}, entry.get("ratio"),
-              entry.get("speed"), flush=True)  # fmt: skip
-        cells[cell] = entry
+    cells = {cell: compare(cell, found) for cell in args.cells}
+    for name, cell in cells.items():
+        for side, ms in cell["step_ms"].items():
+            told = f"{name} {side}: {ms:.3f} ms, {middle(cell[side], 'tokens_per_s'):.0f} tokens/s"
+            if side in cell["speed"]:
+                told += f", {cell['speed'][side]:.3f} times {BASES[side]}"
+            if "passes" in cell[side][-1]:
+                told += f", {middle(cell[side], 'passes'):.2f} passes, {cell[side][-1]['arms']}"
+            print(told, flush=True)
     if args.json:
         first = next((run for runs in found.values() for run in runs), {})
-        counts = {side: runs[-1]["counts"] for side, runs in found.items() if runs}
-        settings = {side: settings_of(side, args) for side in found}
         told = {name: first.get(name, "") for name in ("device", "commit", "torch", "vllm")}
-        told |= {"drafts": DRAFTS, "acceptance_length": 3.0, "steps": args.steps}
-        told |= {"layers": args.layers, "settings": settings, "cells": cells, "counts": counts}
-        told |= {"long_drafts": LONG_DRAFTS, "agreement": args.agreement, "passes": args.passes}
+        told |= {"drafts": DRAFTS, "acceptance_length": 1.0 + RIGHT, "steps": args.steps}
+        told |= {"layers": args.layers, "passes": args.passes, "compile": args.compile}
+        told["agreement"] = {side: agreement(side, args) for side in found if side in GUESSES}
+        told["settings"] = {side: settings_of(side, args) for side in found}
+        told["cells"] = cells
+        told["counts"] = {side: runs[-1]["counts"] for side, runs in found.items() if runs}
         Path(args.json).write_text(json.dumps(told, indent=2) + "\n")
 
 
+def compare(cell: str, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """What was measured of a cell, with medians over processes and ratios to each side's base."""
+    told: dict[str, Any] = {
+        side: [run["cells"][cell] for run in runs if cell in run["cells"]]
+        for side, runs in found.items()
+    }
+    ms = {side: middle(runs, "step_ms") for side, runs in told.items() if runs}
+    rates = {side: middle(told[side], "tokens_per_s") for side in ms}
+    paired = [side for side in ms if BASES.get(side) in ms]
+    told["step_ms"] = ms
+    told["ratio"] = {side: ms[side] / ms[BASES[side]] for side in paired}
+    told["speed"] = {side: rates[side] / rates[BASES[side]] for side in paired}
+    return told
+
+
+def middle(runs: list[dict[str, Any]], name: str) -> float:
+    return statistics.median(run[name] for run in runs)
+
+
 def settings_of(side: str, args: argparse.Namespace) -> dict[str, Any]:
-    return dict(SIDES[side]) if side == "stock" else SIDES[side] | args.set
+    return dict(SIDES[side]) if side in STOCK else SIDES[side] | args.set
+
+
+def agreement(side: str, args: argparse.Namespace) -> float:
+    return args.agreement or AGREEMENT[GUESSES[side]]
 
 
 def run_side(args: argparse.Namespace) -> int:
     import torch
 
+    if args.child in STOCK:
+        os.environ["VLLM_PLUGINS"] = "none"
     cells = [tuple(map(int, cell.split("x"))) for cell in args.cells]
+    guesses = GUESSES.get(args.child)
+    acceptance = preset(guesses, agreement(args.child, args)) if guesses else None
     with tempfile.TemporaryDirectory() as folder:
-        if args.child == "lossless":
-            set_guesses()
+        if acceptance is not None:
+            acceptance.install()
         llm = start(args.child, cells, Path(folder), args)
         fill_caches(llm)
         leave_prefill_out(llm)
-        if args.child == "lossless":
-            set_acceptance(llm, args.agreement)
-        clock = VerifyClock(llm)
+        if acceptance is not None:
+            acceptance.follow(llm)
+        bench, settle = Bench(llm, args.steps), 0
+        if guesses and not args.passes:
+            settle = args.settle
         result: dict[str, Any] = {"cells": {}, "device": torch.cuda.get_device_name()} | origin()
         for batch, context in cells:
             with taking_turns(args.lock):
-                cell = measure(llm, clock, batch, context, args.steps)
+                cell = bench.measure(batch, context, settle)
             print(f"  {args.child} {batch} x {context}: {cell['step_ms']:.3f} ms, verify "
-                  f"{cell['verify_ms']:.3f}", flush=True)  # fmt: skip
+                  f"{cell['verify_ms']:.3f}, {cell['tokens_per_s']:.0f} tokens/s in "
+                  f"{cell['wall_s']:.0f} s, {cell.get('arms', '')}", flush=True)  # fmt: skip
             result["cells"][f"{batch}x{context}"] = cell
             result["counts"] = counts()
             Path(args.json).write_text(json.dumps(result))
@@ -175,20 +220,23 @@ def start(side: str, cells: list[tuple[int, int]], folder: Path, args: argparse.
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
     Eagle3LlamaForCausalLM.has_own_lm_head = True
-    layers, lengths = args.layers, [DRAFTS]
+    layers, room = args.layers, most_tokens(args.steps)
     batches = sorted({batch for batch, _ in cells})
-    room = max(1024, most_tokens(args.steps))
     longest = max(context for _, context in cells) + room
     model = LLAMA_8B | {"num_hidden_layers": layers, "max_position_embeddings": longest}
     settings = settings_of(side, args)
     if settings.get("enable_specpv"):
         settings["specpv_max_requests"] = max(batches)
     options: dict[str, Any] = {}
-    if side == "lossless":
+    if side in GUESSES:
         settings["specpv_draft_passes"] = args.passes
         options["scheduler_cls"] = SCHEDULER
-        lengths = [DRAFTS, LONG_DRAFTS]
-    rates = [1.0] * RIGHT + [0.0] * (max(lengths) - RIGHT)
+    drafting = speculation(side, folder)
+    if drafting is not None:
+        options["speculative_config"] = drafting
+    graphs: dict[str, Any] = {"cudagraph_capture_sizes": capture_sizes(side, batches)}
+    if args.compile == "off":
+        graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return LLM(
         model=str(write_config(folder / "target", model)),
         load_format="dummy",
@@ -199,57 +247,45 @@ def start(side: str, cells: list[tuple[int, int]], folder: Path, args: argparse.
         long_prefill_token_threshold=512,  # all requests end their prompts in the same step
         enable_prefix_caching=False,
         gpu_memory_utilization=args.memory,
-        attention_backend="FLASH_ATTN" if side == "stock" else "CUSTOM",
+        attention_backend="FLASH_ATTN" if side in STOCK else "CUSTOM",
         kv_cache_memory_bytes=max(b * (c + room) for b, c in cells) * layers * 4096 + (4 << 30),
-        compilation_config={
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [b * (1 + n) for b in batches for n in lengths],
-        },
-        speculative_config={
-            "method": "eagle3",
-            "model": str(eagle_head(folder)),
-            "num_speculative_tokens": max(lengths),
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": rates,
-        },
+        compilation_config=graphs,
         additional_config={"nwor_specpv": settings},
         **options,
     )
 
 
-def set_guesses() -> None:
-    """Partial passes find the same number of the head's guesses right every time."""
-    import torch
+def speculation(side: str, folder: Path) -> dict[str, Any] | None:
+    """vLLM's speculative config, with acceptance that is set while serving where passes draft."""
+    if side == "plain":
+        return None
+    drafts = most_drafts(side)
+    told: dict[str, Any] = {"method": "eagle3", "model": str(eagle_head(folder))}
+    if GUESSES.get(side) == LOOKUPS:
+        told = {"method": "ngram_gpu"}
+    rates = [1.0] * RIGHT + [0.0] * (drafts - RIGHT)
+    return told | {
+        "num_speculative_tokens": drafts,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": rates,
+    }
 
-    from nwor_specpv.vllm.specpv import chain
 
-    def synthetic(said: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(said[:, 0], RIGHT, dtype=torch.int32)
+def most_drafts(side: str) -> int:
+    """Of a step."""
+    if side == "plain":
+        return 0
+    return LONG_DRAFTS[GUESSES[side]] if side in GUESSES else DRAFTS
 
-    chain.matching_guesses = synthetic
 
+def capture_sizes(side: str, batches: list[int]) -> list[int]:
+    """Rows of CUDA graphs: every batch with every number of drafts that a step may have, and single
+    rows, which plain steps and heads have."""
+    from nwor_specpv.arms import draft_lengths
 
-def set_acceptance(llm: Any, agreement: float) -> None:
-    """What full steps accept: the head's right guesses, or drafts by passes one by one."""
-    import torch
-
-    runner = worker_runner(llm)
-    speculator, rates = runner.speculator, runner.rejection_sampler.synthetic_conditional_rates
-    by_head, by_passes = torch.zeros_like(rates), torch.zeros_like(rates)
-    by_head[:RIGHT] = 1
-    propose = speculator.propose
-
-    def followed(*args: Any, **kwargs: Any) -> Any:
-        drafts = propose(*args, **kwargs)
-        made = speculator.latest_passes * (1 + RIGHT)
-        by_passes.zero_()
-        by_passes[:made] = agreement
-        by_passes[made : made + RIGHT] = 1  # the head's guesses behind the chain
-        rates.copy_(by_passes if made else by_head)
-        return drafts
-
-    speculator.propose = followed
+    most = most_drafts(side)
+    lengths = draft_lengths(most, DRAFTS) if side in GUESSES else (0, most)
+    return sorted({batch * (1 + drafts) for batch in batches for drafts in lengths})
 
 
 @contextlib.contextmanager
@@ -277,7 +313,8 @@ def leave_prefill_out(llm: Any) -> None:
     """Steps of many rows give zeros at once; what decode steps run is untouched."""
     import torch
 
-    model = worker_runner(llm).model
+    runner = worker_runner(llm)
+    model, told = runner.model, runner.use_aux_hidden_state_outputs
     forward = model.forward
 
     def shortened(*args: Any, **kwargs: Any) -> Any:
@@ -287,7 +324,7 @@ def leave_prefill_out(llm: Any) -> None:
         hidden = torch.zeros(
             tokens.shape[0], LLAMA_8B["hidden_size"], dtype=torch.bfloat16, device=tokens.device
         )
-        return hidden, [hidden] * 3  # EAGLE3 wants those of three layers
+        return (hidden, [hidden] * 3) if told else hidden  # EAGLE3 wants those of three layers
 
     model.forward = shortened
 
@@ -315,6 +352,10 @@ class VerifyClock:
     def reset(self) -> None:
         self._events.clear()
 
+    @property
+    def replays(self) -> int:
+        return len(self._events)
+
     def mean_ms(self) -> float:
         spans = [start.elapsed_time(end) for start, end in self._events]
         return sum(spans) / max(1, len(spans))
@@ -322,52 +363,89 @@ class VerifyClock:
 
 def most_tokens(steps: int) -> int:
     """More than a request can get, so that none ends in a cell of so many steps."""
-    return (1 + WARM_STEPS + steps) * (1 + LONG_DRAFTS)
+    return max(1024, (1 + WARM_STEPS + steps) * (1 + max(LONG_DRAFTS.values())))
 
 
-def measure(llm: Any, clock: VerifyClock, batch: int, context: int, steps: int) -> dict[str, Any]:
-    import torch
-    from vllm import SamplingParams
+class Bench:
+    """Measures cells on one engine. Thread-safety: none."""
 
-    engine, rng = llm.llm_engine, random.Random(batch * context)
-    params = SamplingParams(temperature=0, max_tokens=most_tokens(steps), ignore_eos=True)
-    names = []
-    for index in range(batch):
-        words = [rng.randrange(3, 30000) for _ in range(64)]
-        prompt = (words * (context // 64 + 1))[:context]
-        names.append(f"{context}-{index}-{time.monotonic_ns()}")
-        engine.add_request(names[-1], {"prompt_token_ids": prompt}, params)
-    lens: dict[str, int] = {}
-    while len(lens) < batch:
-        note(engine.step(), lens)
-    for _ in range(WARM_STEPS):
-        note(engine.step(), lens)
-    torch.cuda.synchronize()
-    clock.reset()
-    before, started = sum(lens.values()), time.perf_counter()
-    for _ in range(steps):
-        note(engine.step(), lens)
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    verify_ms = clock.mean_ms()
-    tokens = sum(lens.values()) - before
-    engine.abort_request(names)
-    while engine.has_unfinished_requests():
-        engine.step()
-    told: dict[str, Any] = {"step_ms": 1e3 * seconds / steps, "tokens_per_s": tokens / seconds}
-    speculator = worker_runner(llm).speculator
-    if hasattr(speculator, "lengths"):
-        told["passes"] = speculator.latest_passes
-    return told | {"verify_ms": verify_ms}
+    def __init__(self, llm: Any, steps: int) -> None:
+        from real_measure import Arms
+
+        self._engine, self._steps = llm.llm_engine, steps
+        self._core = llm.llm_engine.engine_core.engine_core
+        self._clock, self._arms = VerifyClock(llm), Arms(llm)
+        self._lens: dict[str, int] = {}  # tokens of each request so far
+
+    def measure(self, batch: int, context: int, settle: int) -> dict[str, Any]:
+        """The last of `settle` + 1 runs."""
+        began = time.perf_counter()
+        for _ in range(settle):
+            self._run(batch, context)
+        told = self._run(batch, context)
+        return told | {"wall_s": time.perf_counter() - began}
+
+    def _run(self, batch: int, context: int) -> dict[str, Any]:
+        import torch
+
+        self._begin(batch, context)
+        for _ in range(WARM_STEPS):
+            self._step()
+        torch.cuda.synchronize()
+        self._clock.reset()
+        before, passes, taken = sum(self._lens.values()), passes_made(), self._arms.taken.copy()
+        known, started = len(self._arms.measured), time.perf_counter()
+        for _ in range(self._steps):
+            self._step()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        told: dict[str, Any] = {
+            "step_ms": 1e3 * seconds / self._steps,
+            "tokens_per_s": (sum(self._lens.values()) - before) / seconds,
+            "verify_ms": self._clock.mean_ms(),
+            "replays": self._clock.replays / self._steps,
+        }
+        if self._arms.taken:
+            from real_summary import arm_means
+
+            told["passes"] = (passes_made() - passes) / self._steps
+            told["arms"] = dict(self._arms.taken - taken)
+            told["arm_means"] = arm_means(self._arms.measured[known:])
+        self._end()
+        return told
+
+    def _begin(self, batch: int, context: int) -> None:
+        """Requests whose prompts are there."""
+        from vllm import SamplingParams
+
+        rng = random.Random(batch * context)
+        most = most_tokens(self._steps)
+        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+        for index in range(batch):
+            words = [rng.randrange(3, 30000) for _ in range(64)]
+            prompt = (words * (context // 64 + 1))[:context]
+            name = f"{context}-{index}-{time.monotonic_ns()}"
+            self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        while len(self._lens) < batch:
+            self._step()
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            tokens = self._lens[output.request_id] = len(output.outputs[0].token_ids)
+            if output.finished:
+                raise RuntimeError(f"{output.request_id} has ended after {tokens} tokens")
+
+    def _end(self) -> None:
+        self._engine.abort_request(list(self._lens))
+        while self._engine.has_unfinished_requests() or self._core.batch_queue:
+            self._engine.step()
+        self._lens.clear()
 
 
-def note(outputs: Any, lens: dict[str, int]) -> None:
-    for output in outputs:
-        lens[output.request_id] = len(output.outputs[0].token_ids)
-        if output.finished:
-            raise RuntimeError(
-                f"{output.request_id} has ended after {lens[output.request_id]} tokens"
-            )
+def passes_made() -> int:
+    from nwor_specpv import Metrics
+
+    return Metrics().snapshot()["specpv_draft_passes_total"]
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .attention_plot import Line, render
-from .records import head, load, row
+from .records import RESULTS, head, load, row
 
 # No section is in two of them.
 TIMED = ("h200/attention.json", "h200/attention_models.json", "h200/attention_torch.json")
+CHAIN = "h200/attention_chain.json"
 MODELS = {(14, 2, 64): "Qwen2.5-0.5B", (12, 2, 128): "Qwen2.5-1.5B", (9, 3, 64): "SmolLM2-135M"}
 
 
@@ -121,21 +122,19 @@ def rows64_lines() -> Iterator[str]:
     data = Attention()
     yield (
         f"Commit `{data.commits['rows64']}`, us. 64 rows are 256 packed rows per KV head, which "
-        'arithmetic limits. `fast` is `route="fast"`: FA3 over the prefix, our kernel for the rows '
-        "of the tree, and their merge. FA3 alone computes a chain."
+        "arithmetic limits. FA3 computes a chain."
     )
     yield ""
-    yield from head("B x L", "chain", "tree", "fast, tree", "FA3", "tree / FA3", "TFLOP/s")
+    yield from head("B x L", "chain", "tree", "FA3", "tree / FA3", "TFLOP/s")
     for result in data.of("rows64"):
         us = medians(result)
-        peer, fast = us.get("FA3"), us.get("fast tree")
+        peer = us.get("FA3")
         lens, rows = result["case"]["lens"], result["case"]["rows"]
         flop = 4 * 32 * 128 * rows * sum(n + rows for n in lens)
         yield row(
             result["name"],
             f"{us['ours']:.1f}",
             f"{us['ours tree']:.1f}",
-            f"{fast:.1f}" if fast else "-",
             f"{peer:.1f}" if peer else "-",
             f"{us['ours tree'] / peer:.2f}" if peer else "-",
             f"{flop / us['ours tree'] / 1e6:.0f}",
@@ -155,17 +154,47 @@ def odd_lines() -> Iterator[str]:
 
 def float8_lines() -> Iterator[str]:
     data = Attention()
-    yield f"Commit `{data.commits['fp8']}`."
+    yield (
+        f"Commit `{data.commits['fp8']}`. Errors are against float64 over what the cache holds: "
+        "float8 caches are computed with in float16, which has three bits more than bfloat16."
+    )
     yield ""
-    yield from head("B x L", "rows", "bf16 us", "float8 us", "bf16 / float8")
-    by_shape: dict[tuple[str, int], dict[str, float]] = {}
+    yield from head(
+        *("B x L", "rows", "bf16 us", "float8 us", "bf16 / float8"),
+        *("mean error, bf16", "float8", "largest, bf16", "float8"),
+    )
+    by_shape: dict[tuple[str, int], dict[str, dict]] = {}
     for result in data.of("fp8"):
         case = result["case"]
-        shape = result["name"], case["rows"]
-        by_shape.setdefault(shape, {})[case["cache"]] = medians(result)["ours"]
-    for (name, rows), us in by_shape.items():
-        wide, narrow = us["bfloat16"], us["float8_e4m3fn"]
-        yield row(name, rows, f"{wide:.1f}", f"{narrow:.1f}", f"{wide / narrow:.2f}")
+        by_shape.setdefault((result["name"], case["rows"]), {})[case["cache"]] = result
+    for (name, rows), results in by_shape.items():
+        both = [results[cache] for cache in ("bfloat16", "float8_e4m3fn")]
+        wide, narrow = (medians(result)["ours"] for result in both)
+        errors = [r["error_stats"]["ours"][kind] for kind in ("mean", "max") for r in both]
+        times = f"{wide:.1f}", f"{narrow:.1f}", f"{wide / narrow:.2f}"
+        yield row(name, rows, *times, *(f"{error:.1e}" for error in errors))
+
+
+def chain_lines() -> Iterator[str]:
+    """Attention behind the launches of a layer."""
+    if not (RESULTS / CHAIN).exists():
+        yield "No run of `benchmarks/attention_chain.py` is recorded."
+        return
+    data = load(CHAIN)
+    where = data["environment"]
+    yield (
+        f"{where['device']}, commit `{where['commit']}`: us of a layer of 32/8 heads of 128 "
+        "channels: a product, a rotation, the write of the rows, attention. Early: with "
+        "`prefix_ready`, attention reads the prefix while the write still runs. The ratio is that "
+        "of what attention adds."
+    )
+    yield ""
+    yield from head("B x L", "rows", "without attention", "with it", "early", "ratio")
+    for result in data["results"]:
+        us = result["us"]
+        times = us["none"], us.get("held", us["off"]), us["early"]
+        told = (f"{time:.1f}" for time in times)
+        yield row(result["name"], result["rows"], *told, f"{result['ratio']:.2f}")
 
 
 def models_lines() -> Iterator[str]:

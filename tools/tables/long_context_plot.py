@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from html import escape
 
 from .attention_plot import STYLE
-from .vllm import LONG_CELLS
 
 WIDTH, LEFT, RIGHT, TOP, BAR, GAP = 760, 120, 70, 74, 16, 14
 SERIES = (("lossless", "s0"), ("refresh", "s1"))
 
 
 def _parts(data: dict) -> Iterator[str]:
-    cells = {name: data["cells"][name]["speed"] for name in LONG_CELLS}
+    cells = {name: cell["speed"] for name, cell in data["cells"].items()}
     most = max(speed for speeds in cells.values() for speed in speeds.values())
     last = int(most) + 1
     group = len(SERIES) * BAR + GAP

@@ -9,7 +9,7 @@ from typing import Any
 from .records import RESULTS, head, row
 from .vllm import geometric_mean
 
-SIDES = ("plain", "ngram", "eagle3", "streaming", "lossless")
+SIDES = ("plain", "ngram", "eagle3", "idle", "streaming", "lossless")
 OURS = "lossless"
 
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from .records import head, load, row
+from .records import RESULTS, head, load, row
 
 
 def cell_ratios() -> list[float]:
@@ -47,7 +47,7 @@ def step_lines() -> Iterator[str]:
             yield row(run["arguments"]["drafts"], f"{batch} x {context}", f"{stock:.2f}", *shares)
 
 
-LONG_CELLS = ("1x4096", "8x32768", "24x32768", "6x122880")
+LONG, LONG_WITHOUT_HEAD = "h200/vllm_specpv.json", "h200/vllm_specpv_self.json"
 
 
 def rate(cell: dict, side: str) -> float:
@@ -57,17 +57,16 @@ def rate(cell: dict, side: str) -> float:
 
 def summary_lines() -> Iterator[str]:
     """The README's one table: tokens per second over long contexts."""
-    data = load("h200/vllm_specpv.json")
+    data = load(LONG)
     yield (
         f"Tokens per second over long contexts: vLLM 0.26.0 on {data['device']}, Llama-3.1-8B "
         "shapes, dummy weights, one EAGLE3 head on all sides, preset acceptance (2 of 4 head "
-        f"drafts; {data['agreement']} for each draft of a partial pass)."
+        f"drafts; {data['agreement']['lossless']} for each draft of a partial pass)."
     )
     yield ""
     yield from head("requests x tokens", "stock", "`lossless`", "speedup", "`refresh` (lossy)")
-    for name in LONG_CELLS:
-        cell = data["cells"][name]
-        lossy = f"{rate(cell, 'refresh'):.0f}" if cell["refresh"] else "-"
+    for name, cell in data["cells"].items():
+        lossy = f"{rate(cell, 'refresh'):.0f}" if cell.get("refresh") else "-"
         yield row(
             name.replace("x", " x "),
             *(f"{rate(cell, side):.0f}" for side in ("stock", "lossless")),
@@ -77,11 +76,18 @@ def summary_lines() -> Iterator[str]:
 
 
 def long_context_lines() -> Iterator[str]:
-    data = load("h200/vllm_specpv.json")
+    """With a head, and without one where that is recorded."""
+    yield from _head_lines(load(LONG))
+    if (RESULTS / LONG_WITHOUT_HEAD).exists():
+        yield ""
+        yield from _self_lines(load(LONG_WITHOUT_HEAD))
+
+
+def _head_lines(data: dict) -> Iterator[str]:
     yield (
         f"{data['device']}, commit `{data['commit']}`. Llama-3.1-8B shapes with dummy weights, an "
         "EAGLE3 head, preset acceptance: two of the head's four drafts, and each draft of a "
-        f"partial pass with probability {data['agreement']}. "
+        f"partial pass with probability {data['agreement']['lossless']}. "
         "Step times include the head's drafting."
     )
     yield ""
@@ -89,8 +95,7 @@ def long_context_lines() -> Iterator[str]:
         "B x L", "stock ms", "`refresh` ms", "`refresh` / stock",
         "stock tokens/s", "`lossless` tokens/s", "passes", "`lossless` / stock",
     )  # fmt: skip
-    for name in LONG_CELLS:
-        cell = data["cells"][name]
+    for name, cell in data["cells"].items():
         ms = cell["step_ms"]
         yield row(
             name.replace("x", " x "),
@@ -98,8 +103,28 @@ def long_context_lines() -> Iterator[str]:
             f"{ms['refresh']:.2f}" if "refresh" in ms else "-",
             f"{cell['ratio']['refresh']:.2f}" if "refresh" in ms else "-",
             *(f"{rate(cell, side):.0f}" for side in ("stock", "lossless")),
-            cell["lossless"][-1]["passes"],
+            f"{cell['lossless'][-1]['passes']:.2g}",
             f"{cell['speed']['lossless']:.3g}",
+        )
+
+
+def _self_lines(data: dict) -> Iterator[str]:
+    yield (
+        f"The same shapes without a head, commit `{data['commit']}`: a pass yields 1.5 tokens, and "
+        f"a full step confirms each draft of a chain with probability {data['agreement']['self']}."
+    )
+    yield ""
+    yield from head(
+        "B x L", "plain ms", "`lossless` ms", "plain tokens/s", "`lossless` tokens/s", "passes",
+        "`lossless` / plain",
+    )  # fmt: skip
+    for name, cell in data["cells"].items():
+        yield row(
+            name.replace("x", " x "),
+            *(f"{cell['step_ms'][side]:.2f}" for side in ("plain", "self")),
+            *(f"{rate(cell, side):.0f}" for side in ("plain", "self")),
+            f"{cell['self'][-1]['passes']:.2g}",
+            f"{cell['speed']['self']:.3g}",
         )
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,16 +30,33 @@ def build_recorder(folder: Path) -> Path:
     return library
 
 
-def test_a_round_opens_stage_and_commit_ranges(tmp_path: Path) -> None:
+def record(tmp_path: Path, **more: str) -> list[str]:
+    """What a profiler saw of us in one round."""
     log = tmp_path / "events"
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "python"), *filter(None, sys.path)]),
         "NVTX_INJECTION64_PATH": str(build_recorder(tmp_path)),
         "NWOR_NVTX_LOG": str(log),
+        **more,
     }
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, env=environment, timeout=240)
-    events = [line for line in log.read_text().splitlines() if "nwor" in line]
-    stage = ["push nwor_specpv nwor.stage", "pop nwor_specpv"]
-    commit = ["push nwor_specpv nwor.commit", "pop nwor_specpv"]
-    assert events == ["domain nwor_specpv", *stage, *stage, *commit]
+    return [line for line in log.read_text().splitlines() if "nwor" in line]
+
+
+STAGE = ["push nwor_specpv nwor.stage", "pop nwor_specpv"]
+COMMIT = ["push nwor_specpv nwor.commit", "pop nwor_specpv"]
+ROUND = ["domain nwor_specpv", *STAGE, *STAGE, *COMMIT]
+
+
+def test_a_round_opens_stage_and_commit_ranges(tmp_path: Path) -> None:
+    assert record(tmp_path) == ROUND
+
+
+def test_events_have_the_time_of_day(tmp_path: Path) -> None:
+    """benchmarks/vllm/timeline.py lays them beside what torch's profiler saw."""
+    before = time.time_ns()
+    lines = [line.rpartition(" ") for line in record(tmp_path, NWOR_NVTX_CLOCK="1")]
+    assert [line for line, _, _ in lines] == ROUND
+    moments = [before, *(int(ns) for _, _, ns in lines), time.time_ns()]
+    assert moments == sorted(moments)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "benchmarks" / "vllm"
 NAMES = ("real", "real_engine", "real_measure", "real_prompts", "real_records", "real_summary")
-NAMES += ("pass_profile", "kernels", "steps", "turns")
+NAMES += ("turns",)
 
 
 @pytest.fixture
@@ -219,6 +220,7 @@ def test_sides_have_their_own_drafters(modules: SimpleNamespace, tmp_path: Path)
     for head in ("", "HEAD"):
         args = modules.real.parse([*arguments, "--head", head])
         assert ("eagle3" in args.sides) == bool(head)
+        assert "idle" not in args.sides  # where it is asked for
         found[head] = {
             side: modules.real_engine.options(side, args, args.cells, gpu=False)
             for side in args.sides
@@ -246,8 +248,47 @@ def test_stock_sides_do_not_load_the_plugin(modules: SimpleNamespace) -> None:
         found = modules.real_engine.environment(side, user)
         assert found["VLLM_LOGGING_LEVEL"] == "DEBUG"
         assert found["VLLM_PLUGINS"] == (
-            "nwor_specpv" if side in ("lossless", "streaming") else "none"
+            "nwor_specpv" if side in ("lossless", "streaming", "idle") else "none"
         )
+
+
+def steps_taken(decisions: Any, steps: int) -> Counter[str]:
+    """Of requests whose steps with drafts yield three tokens in the time of one."""
+    name, now, taken = "r", 0.0, Counter()
+    requests = {name: SimpleNamespace(num_computed_tokens=20_000)}
+    for _ in range(steps):
+        output = SimpleNamespace(
+            num_scheduled_tokens={name: 1},
+            total_num_scheduled_tokens=1,
+            scheduled_spec_decode_tokens={},
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=[20_000]),
+        )
+        arm = decisions.decide(output, requests, now)
+        taken[str(arm)] += 1
+        now += 0.01
+        decisions.finish(output, [[1] * (3 if arm.drafts else 1)], now)
+    return taken
+
+
+def test_the_idle_side_takes_plain_steps_alone(modules: SimpleNamespace) -> None:
+    """And measures them, as the loop does where it has a choice."""
+    from nwor_specpv.config import Settings
+    from nwor_specpv.vllm.specpv.decisions import LongContextDecisions
+    from nwor_specpv.vllm.specpv.lengths import Lengths
+
+    keys = modules.real_engine.plugin_settings("idle", {"specpv_draft_passes": 3})
+    found = {}
+    for side in ("lossless", "idle"):
+        decisions = LongContextDecisions(Lengths(Settings(**keys), 16), matches=(2, 5))
+        if side == "idle":
+            core = SimpleNamespace(scheduler=SimpleNamespace(decisions=decisions))
+            engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
+            modules.real_engine.take_plain_steps(SimpleNamespace(llm_engine=engine))
+        found[side] = steps_taken(decisions, 200)
+        assert decisions.choice.rates(decisions.choice.choose(1, 20_000, passes=True).cell)
+    assert found["idle"] == {"plain": 200}
+    assert found["lossless"]["plain"] < 100
 
 
 def test_arguments_that_make_no_sense_are_refused(
@@ -577,27 +618,3 @@ def test_an_engine_that_has_ended_holds_up_nobody(modules: SimpleNamespace, tmp_
     assert not (tmp_path / "gate.open").exists()
     gate.look(["first"])
     assert (tmp_path / "gate.open").exists()
-
-
-def test_kernels_belong_to_the_innermost_part_that_launched_them(modules: SimpleNamespace) -> None:
-    def part(name: str, ts: float, dur: float) -> dict[str, Any]:
-        mark = {"ph": "X", "cat": "user_annotation", "name": f"nwor_part {name}"}
-        return mark | {"ts": ts, "dur": dur}
-
-    def launched(number: int, at: float, ts: float, dur: float) -> list[dict[str, Any]]:
-        told = {"args": {"correlation": number}}
-        call = {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": at, "dur": 1.0}
-        return [call | told, {"cat": "kernel", "name": f"k{number}", "ts": ts, "dur": dur} | told]
-
-    events = [part("propose", 10, 50), part("later", 20, 10), part("verify", 100, 10)]
-    events += launched(1, 12, 200, 4)  # in propose alone
-    events += launched(2, 25, 210, 8)  # in later, which propose holds
-    events += launched(3, 101, 216, 8)  # in verify, beside the one before for 2
-    events += launched(4, 300, 230, 1)  # in none
-    found = modules.pass_profile.by_part(events, steps=2)
-    parts = found["parts"]
-    assert found["span_us"] == 31 / 2
-    busy = {name: (one["us"], one["idle_us"]) for name, one in parts.items()}
-    assert busy == {"propose": (2, 0), "later": (4, 3), "verify": (3, 0), "host": (0.5, 3)}
-    assert parts["later"]["kernels"] == {"k2": [0.5, 4.0]}
-    assert parts["later"]["times_per_step"] == 0.5

@@ -1,12 +1,15 @@
 // A profiler as NVTX sees one: a library named by NVTX_INJECTION64_PATH. It appends what arrives to
 // the file named by NWOR_NVTX_LOG, one event a line:
 //   domain <name> | push <domain> <message> | pop <domain>
+// With NWOR_NVTX_CLOCK a line ends with the nanoseconds of CLOCK_REALTIME, and lines are kept until
+// stdio is flushed, so that writing them takes no time of the ranges.
 
 #include <nvtx3/nvToolsExt.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <mutex>
 #include <string>
 
@@ -14,8 +17,27 @@ namespace {
 
 std::mutex log_mutex;
 
+void LogWithTime(const std::string& line) {
+  static std::FILE* const file = [] {
+    const char* const path = std::getenv("NWOR_NVTX_LOG");
+    std::FILE* const opened = path != nullptr ? std::fopen(path, "a") : nullptr;
+    if (opened != nullptr) std::setvbuf(opened, nullptr, _IOFBF, 1 << 20);
+    return opened;
+  }();
+  if (file == nullptr) return;
+  timespec now{};
+  clock_gettime(CLOCK_REALTIME, &now);
+  const long long ns = 1'000'000'000LL * now.tv_sec + now.tv_nsec;
+  std::fprintf(file, "%s %lld\n", line.c_str(), ns);
+}
+
 void Log(const std::string& line) {
   std::lock_guard lock(log_mutex);
+  static const bool with_time = std::getenv("NWOR_NVTX_CLOCK") != nullptr;
+  if (with_time) {
+    LogWithTime(line);
+    return;
+  }
   const char* const path = std::getenv("NWOR_NVTX_LOG");
   std::FILE* const file = path != nullptr ? std::fopen(path, "a") : nullptr;
   if (file == nullptr) return;
@@ -24,7 +46,9 @@ void Log(const std::string& line) {
 }
 
 // Handles are pointers to the names they stand for.
-const char* Name(nvtxDomainHandle_t domain) { return reinterpret_cast<const char*>(domain); }
+const char* Name(nvtxDomainHandle_t domain) {
+  return domain != nullptr ? reinterpret_cast<const char*>(domain) : "default";
+}
 
 nvtxDomainHandle_t DomainCreate(const char* name) {
   Log(std::string("domain ") + name);
