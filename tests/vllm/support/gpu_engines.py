@@ -88,15 +88,12 @@ VIEW_OF_400 = {
 
 def begin(nwor: dict, **options: object):
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
-    from vllm.config.kernel import KernelConfig
 
-    defaults: dict[str, object] = {
+    defaults = {
         "dtype": "bfloat16",
         "attention_backend": "CUSTOM",
         "kv_cache_memory_bytes": 64 << 20,
     }
-    if hasattr(KernelConfig, "enable_jit_warmup"):  # kernels for every case: minutes
-        defaults["kernel_config"] = {"enable_jit_warmup": False}
     # Model runner V1 forbids captures when it is done, for the whole process; V2 asks before its
     # piecewise ones and never allows them again.
     set_cudagraph_capturing_enabled(True)
