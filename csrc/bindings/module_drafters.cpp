@@ -1,8 +1,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <tuple>
+
 #include "bindings/module.h"
 #include "drafters/ngram_index.h"
+#include "drafters/ngram_trials.h"
 
 // The Python face of drafters that need no model.
 
@@ -38,6 +41,32 @@ void BindDrafters(py::module_& m) {
       .def_property_readonly("last", &NgramIndex::last,
                              "The text's last token; raises NworError when there is none.")
       .def("__len__", &NgramIndex::size, "Tokens of the text.");
+
+  py::class_<NgramTrials>(
+      m, "NgramTrials",
+      "How many tokens lookups would have guessed right in a text that grows. A trial is a lookup\n"
+      "and what comes after it, up to the first token that was not guessed.")
+      .def(py::init([](int64_t min_tokens, int64_t max_tokens, int64_t limit,
+                       const std::vector<int64_t>& text) {
+             return NgramTrials({min_tokens, max_tokens}, limit, text);
+           }),
+           py::arg("min_tokens"), py::arg("max_tokens"), py::arg("limit"), py::arg("text"),
+           "min_tokens and max_tokens as of an NgramIndex; lookups guess at most limit tokens.")
+      .def("follow", &NgramTrials::Follow, py::arg("tokens"), "Adds tokens to the text's end.")
+      .def(
+          "moments",
+          [](const NgramTrials& trials, int64_t most) {
+            const NgramTrials::Moments found = trials.Right(most);
+            return std::tuple(found.count, found.mean, found.variance);
+          },
+          py::arg("most"),
+          "Number of the latest trials, mean and variance of their right guesses if lookups\n"
+          "guessed at most `most` tokens.")
+      .def_property_readonly("trials", &NgramTrials::trials,
+                             "Right guesses of the latest trials that are over.")
+      .def_property_readonly("right", &NgramTrials::right,
+                             "Right guesses of the trial that is not over.")
+      .def("__len__", &NgramTrials::size, "Tokens of the text.");
 }
 
 }  // namespace nwor

@@ -186,6 +186,23 @@ class ArmChoice:
         if len(cell.bad_steps) >= (_BAD_STEPS if len(tokens) < _LARGE_BATCH else _BAD_STEPS // 2):
             self._retreat(cell)
 
+    def rest(self, choice: Choice) -> int:
+        """Plain steps after this one that need no choice and no clock, if they are of its cell: up
+        to the last two before the next look, whose time counts."""
+        cell = choice.cell
+        busy = choice.probe or self._probe is not None or not self._settled
+        if choice.arm != PLAIN or busy or not cell.measured(PLAIN):
+            return 0
+        return max(0, cell.next_look - cell.visits - 2)
+
+    def pass_over(self, cell: Cell, steps: int) -> None:
+        """So many steps of a `rest` have been taken."""
+        cell.visits += steps
+        self._steps += steps
+        plain = cell.level(PLAIN)
+        if plain is not None and self._credit is not None:
+            self._save(_PAID * steps * plain.seconds, cell, plain)
+
     def fail_passes(self) -> None:
         """Partial passes do not work: they are chosen no more."""
         self._passes_failed, self._probe = True, None
@@ -207,13 +224,18 @@ class ArmChoice:
             self._credit = self._pace.first_credit * plain.seconds
         most = _MOST_FIRST_COST if choice.first else _MOST_COST
         seconds = min(seconds, (most + choice.arm.passes) * plain.seconds)
-        self._credit += _PAID * seconds
+        saved = _PAID * seconds
         current = choice.cell.level(choice.cell.arm) if choice.probe else None
         if current is not None:
-            self._credit -= seconds - tokens / current.rate - choice.paid
-        known = self._foreseeing and choice.cell.arm == PLAIN and not choice.cell.passes
+            saved -= seconds - tokens / current.rate - choice.paid
+        self._save(saved, choice.cell, plain)
+
+    def _save(self, seconds: float, cell: Cell, plain: Estimate | Outlook) -> None:
+        assert self._credit is not None
+        known = self._foreseeing and cell.arm == PLAIN and not cell.passes
         most = (_MOST_FORESEEN if known else _MOST_CREDIT) * plain.seconds
-        self._credit = max(_LEAST_CREDIT * plain.seconds, min(self._credit, most))
+        saved = min(self._credit + seconds, most)
+        self._credit = max(_LEAST_CREDIT * plain.seconds, saved)
 
     # ---- decisions ------------------------------------------------------------------------------
 

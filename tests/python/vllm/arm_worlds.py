@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
-from nwor_specpv.arms import Arm, ArmChoice, make_arms
+from nwor_specpv.arms import Arm, ArmChoice, Choice, make_arms
 from nwor_specpv.vllm.scheduling.step_clock import StepClock
 
 LIMIT, GUESSES = 16, 4
@@ -125,15 +125,20 @@ class Engine:
         *,
         late: bool = False,
         foresees: bool = False,
+        rests: bool = True,
     ) -> None:
         """`late`: the host is the slower one, so that times shift to the next step. `foresees`: the
-        texts of eight requests say how many guesses would be right."""
+        texts of eight requests say how many guesses would be right. `rests`: plain steps between
+        two looks are taken as they come."""
         self.choice = choice or ArmChoice(make_arms(LIMIT, GUESSES, long_guesses=True))
         self.random, self.late = random.Random(seed), late
         self._clock, self._now = StepClock(), 0.0
         self._arms: list[Arm] = []
         self._begun: set[Arm] = set()
-        self._pending: tuple[object, float, list[int]] | None = None
+        self._pending: tuple[object | None, float, list[int]] | None = None
+        self._may_rest = rests
+        self._rest: tuple[Choice, int, int] | None = None  # like which, so many taken, to come
+        self._batch = 0
         self._scouts = [Scout() for _ in range(8)] if foresees else []
         if foresees:
             self.choice.foresee = self._foresee
@@ -162,9 +167,7 @@ class Engine:
             best = max((arm for arm in self.choice.arms if not arm.passes), key=world.rate)
         for number in range(steps):
             count, length = batch(number), context(number)
-            chosen = self.choice.choose(count, length, passes=passes)
-            output = object()
-            self._clock.scheduled(output, chosen, self._now, measurable=True)
+            chosen, output = self._choose(count, length, passes=passes)
             self._arms.append(chosen.arm)
             run.taken[chosen.arm] = run.taken.get(chosen.arm, 0) + 1
             self._finish()
@@ -190,9 +193,26 @@ class Engine:
             run.best += tokens / world.rate(best) * scale
         return run
 
+    def _choose(self, count: int, length: float, *, passes: bool) -> tuple[Choice, object | None]:
+        """As `Decisions.decide`: steps of a rest are taken as they come, and have no name."""
+        if self._rest is not None:
+            like, taken, left = self._rest
+            if left and count == self._batch:
+                self._rest = like, taken + 1, left - 1
+                return like, None
+            self.choice.pass_over(like.cell, taken)
+        chosen, output = self.choice.choose(count, length, passes=passes), object()
+        self._clock.scheduled(output, chosen, self._now, measurable=True)
+        if self._may_rest:
+            self._rest, self._batch = (chosen, 0, self.choice.rest(chosen)), count
+        return chosen, output
+
     def _finish(self) -> None:
         if self._pending is not None:
             output, ended, emitted = self._pending
+            if output is None:
+                self._clock.pause()
+                return
             found = self._clock.finished(output, ended)
             if found is not None:
                 self.choice.observe(*found, emitted)

@@ -77,8 +77,9 @@ def test_trials_are_what_steps_with_guesses_would_accept() -> None:
             means = []
             for name, text in texts.items():
                 expected = latest(accepted(text, begin))
-                assert list(scouts._scouts[name].trials) == expected
-                right = scouts._scouts[name].right  # of the trial that is not over
+                trials = scouts._scouts[name].trials
+                assert trials.trials == expected
+                right = trials.right  # of the trial that is not over
                 whole = [*expected, right] if right > max(expected) else expected
                 means.append(sum(1 + min(right, drafts) for right in whole) / len(whole))
             tokens, error = scouts.tokens(drafts)
@@ -130,7 +131,7 @@ def test_long_texts_are_read_one_a_look() -> None:
         for _ in range(4):
             scouts.look(requests, requests)
         for scout in scouts._scouts.values():
-            assert set(list(scout.trials)[-4:]) == {right}
+            assert set(scout.trials.trials[-4:]) == {right}
 
 
 def test_texts_without_a_match_yield_a_token_a_step() -> None:

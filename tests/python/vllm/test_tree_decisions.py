@@ -91,7 +91,7 @@ def test_the_worlds_are_what_their_names_say() -> None:
 @ALL
 @pytest.mark.parametrize("late", [False, True])
 def test_neither_plain_steps_nor_chains_are_undercut(name: str, late: bool) -> None:
-    world, engine = WORLDS[name], Engine(Chosen(), seed=1, late=late)
+    world, engine = WORLDS[name], Engine(Chosen(), seed=1, late=late, rests=False)
     serve(engine, world, 500)
     run = serve(engine, world, 3000)
     assert run.of_plain > 0.97
@@ -104,7 +104,7 @@ def test_neither_plain_steps_nor_chains_are_undercut(name: str, late: bool) -> N
 @ALL
 def test_noise_and_dear_first_steps(name: str) -> None:
     world = dataclasses.replace(WORLDS[name], noise=0.1, outliers=0.02, first=0.1)
-    engine = Engine(Chosen(), seed=2)
+    engine = Engine(Chosen(), seed=2, rests=False)
     serve(engine, world, 1500)
     run = serve(engine, world, 4000)
     assert run.of_plain > 0.97
@@ -112,7 +112,7 @@ def test_noise_and_dear_first_steps(name: str) -> None:
 
 
 def test_a_change_for_the_worse_is_noticed() -> None:
-    engine, world = Engine(Chosen(), seed=3), WORLDS["four"]
+    engine, world = Engine(Chosen(), seed=3, rests=False), WORLDS["four"]
     serve(engine, world, 2000)
     bad = dataclasses.replace(world, guess=0.02)
     assert serve(engine, bad, 120).taken[PLAIN] > 60
@@ -120,7 +120,7 @@ def test_a_change_for_the_worse_is_noticed() -> None:
 
 
 def test_batches_that_change_have_trees_that_fit() -> None:
-    engine, sizes = Engine(Chosen(), seed=4), random.Random(4)
+    engine, sizes = Engine(Chosen(), seed=4, rests=False), random.Random(4)
     choose, asked = engine.choice.choose, []
 
     def choosing(batch: int, *args: object, **more: object):

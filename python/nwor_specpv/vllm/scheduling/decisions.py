@@ -3,6 +3,9 @@
 A decision travels with vLLM's plan of the step: `num_spec_tokens_to_schedule`, vLLM's own field, is
 the number of drafts of the next step; `nwor_specpv_passes` is the number of partial passes that
 make them; `nwor_specpv_counts` is what workers count, as their processes serve metrics.
+
+With `rests`, most plain steps are taken as they come: a choice costs the host some hundredths of a
+millisecond, and a step of many requests may take little more than two.
 """
 
 from __future__ import annotations
@@ -20,10 +23,13 @@ from .step_clock import StepClock
 
 _LOG_SECONDS = 60.0
 _VERIFIES = "nwor_specpv_verifies"  # how many passes made the drafts of a step
+_RESTS = "nwor_specpv_rests"  # the step is taken as it comes
 
 
 class Decisions(ABC):
     """Of one scheduler. Thread-safety: none."""
+
+    rests = False
 
     def __init__(self, choice: ArmChoice) -> None:
         self.choice = choice
@@ -32,6 +38,8 @@ class Decisions(ABC):
         self._passes = 0  # of the latest decision, whose drafts the next step verifies
         self._seen = (0, 0)  # switches and probe steps that were counted
         self._logged: tuple[float, tuple[int, int]] | None = None  # when, and what then
+        self._resting: Choice | None = None  # plain steps like this one need no decision
+        self._batch = self._left = self._rested = 0  # its requests; such steps to come, and taken
 
     @abstractmethod
     def choose(self, batch: int, context: float, longest: int, *, measurable: bool) -> Choice:
@@ -51,6 +59,15 @@ class Decisions(ABC):
         rows, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         # A request has more rows than one and its drafts where these are of a prompt.
         number = output.total_num_scheduled_tokens
+        if self._left:
+            if number == len(rows) == self._batch and not output.scheduled_new_reqs:
+                self._left -= 1
+                self._rested += 1
+                output.num_spec_tokens_to_schedule = 0
+                setattr(output, _RESTS, True)
+                return PLAIN
+            self._left = 0
+        self._wake()
         measurable = number == len(rows) + sum(map(len, drafts.values()))
         if measurable and not output.scheduled_new_reqs:  # vLLM has listed what is asked for here
             computed = output.scheduled_cached_reqs.num_computed_tokens
@@ -65,6 +82,8 @@ class Decisions(ABC):
             self._clock.scheduled(output, chosen, now, measurable=measurable)
             arm = chosen.arm
             self._log(chosen, batch, now)
+            self._resting, self._batch = chosen, len(rows)
+            self._left = self.choice.rest(chosen) if self.rests and measurable else 0
         output.num_spec_tokens_to_schedule = arm.drafts
         setattr(output, PASSES, arm.passes)
         setattr(output, _VERIFIES, self._passes)
@@ -76,6 +95,9 @@ class Decisions(ABC):
 
     def finish(self, output: Any, sampled: Sequence[Sequence[int]], now: float) -> None:
         """A step's output is there: the tokens of each of its requests."""
+        if getattr(output, _RESTS, False):
+            self._clock.pause()
+            return
         self._count_confirmed(output, sampled)
         found = self._clock.finished(output, now)
         if found is None:
@@ -92,6 +114,13 @@ class Decisions(ABC):
             self._counts["specpv_arm_switches_total"] += now_seen[0] - self._seen[0]
             self._counts["specpv_probe_steps_total"] += now_seen[1] - self._seen[1]
             self._seen = now_seen
+
+    def _wake(self) -> None:
+        """Makes up for the steps that were taken as they came."""
+        if self._rested and self._resting is not None:
+            self.choice.pass_over(self._resting.cell, self._rested)
+            self._counts["specpv_plain_steps_total"] += self._rested
+        self._rested = 0
 
     def _count_confirmed(self, output: Any, sampled: Sequence[Sequence[int]]) -> None:
         """Of drafts by passes: those that were right, and the first wrong one of each request."""

@@ -36,6 +36,10 @@ class StepClock:
         """`output` names the step; `measurable`: it has no rows of prompts."""
         self._open.append(_Step(output, choice, measurable, now))
 
+    def pause(self) -> None:
+        """A step has ended that was not scheduled here: the next one's time is not known."""
+        self._ended = None
+
     def finished(self, output: object, now: float) -> tuple[Choice, float | None] | None:
         """The choice that the step's tokens came of, in the cell of this step; and its seconds.
 

@@ -16,6 +16,8 @@ from .scouts import Scouts
 class LongContextDecisions(Decisions):
     """Plain steps, guesses or partial passes. Thread-safety: none."""
 
+    rests = True
+
     def __init__(self, lengths: Lengths, *, matches: tuple[int, int] | None) -> None:
         """`matches`: guesses come from lookups with so many tokens in common, at least and at most,
         so that any number of them costs the same. None: from a head."""

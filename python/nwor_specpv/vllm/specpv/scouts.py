@@ -3,13 +3,12 @@
 Plain steps say nothing of guesses, and a probe of guesses costs time. So the texts of a few
 requests are on the host, too. A lookup guesses what follows, and the tokens that come say how many
 of its guesses were right: as many as a step that verifies them accepts, at any temperature. That
-takes microseconds, as the index is in C++.
+takes microseconds, as the trials are in C++.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +16,7 @@ from nwor_specpv import _C
 
 _MOST = 8  # requests that are watched
 _INTERVAL = 4  # steps between two looks at them
-_WINDOW = 32  # latest tokens of a text whose trials count
-_FEWEST = 3  # trials that say something of a request; so many count, however long they are
+_FEWEST = 3  # trials that say something of a request
 _TEXT = 32768  # latest tokens of a text, and of all texts that are read in one look: 5 ms
 
 
@@ -26,39 +24,12 @@ class _Scout:
     """A request: its text, and how many of the latest guesses have been right."""
 
     def __init__(self, text: Sequence[int], limit: int, lengths: tuple[int, int]) -> None:
-        self._index = _C.NgramIndex(*lengths)
         self._left_out = max(0, len(text) - _TEXT)
-        self._index.append(text[self._left_out :])
-        self._limit = limit
-        self._guesses, self.right = self._index.lookup([], limit), 0
-        self.trials: deque[int] = deque()
-        self._tokens = 0  # of the trials
+        self.trials = _C.NgramTrials(*lengths, limit, text[self._left_out :])
 
     def follow(self, text: Sequence[int]) -> None:
         """Takes in the tokens that the text has got since."""
-        tokens, begin = text[self._left_out + len(self._index) :], 0
-        for end, token in enumerate(tokens, 1):
-            if self.right < len(self._guesses) and self._guesses[self.right] == token:
-                self.right += 1
-                continue
-            self._index.append(tokens[begin:end])
-            begin = end
-            self._note(self.right)
-            self._guesses, self.right = self._index.lookup([], self._limit), 0
-        if begin < len(tokens):
-            self._index.append(tokens[begin:])
-
-    def _note(self, right: int) -> None:
-        """A trial takes as many tokens as were right, and one."""
-        self.trials.append(right)
-        self._tokens += right + 1
-        while len(self.trials) > _FEWEST and self._tokens - self.trials[0] - 1 >= _WINDOW:
-            self._tokens -= self.trials.popleft() + 1
-
-    def results(self) -> list[int]:
-        """Of its trials, the one that is not over yet among them if it is the best."""
-        found = list(self.trials)
-        return [*found, self.right] if self.right > max(found, default=0) else found
+        self.trials.follow(text[self._left_out + len(self.trials) :])
 
 
 class Scouts:
@@ -91,13 +62,12 @@ class Scouts:
     def tokens(self, drafts: int) -> tuple[float, float] | None:
         """Tokens that a step with so many guesses yields for a request, and their error. None: too
         few are known."""
-        results = [scout.results() for scout in self._scouts.values()]
-        results = [found for found in results if len(found) >= _FEWEST]
-        if not results or 2 * len(results) < len(self._scouts):
+        told = [scout.trials.moments(drafts) for scout in self._scouts.values()]
+        told = [found for found in told if found[0] >= _FEWEST]
+        if not told or 2 * len(told) < len(self._scouts):
             return None
-        told = [_moments([min(right, drafts) for right in found]) for found in results]
-        mean, between = _moments([own for own, _ in told])
-        inside = sum(spread / len(found) for (_, spread), found in zip(told, results, strict=True))
+        mean, between = _moments([own for _, own, _ in told])
+        inside = sum(spread / count for count, _, spread in told)
         return 1.0 + mean, math.sqrt((inside / len(told) + between) / len(told))
 
 
