@@ -3,10 +3,8 @@
 
     python benchmarks/vllm/specpv.py --sides stock lossless --cells 8x32768 6x122880
     python benchmarks/vllm/specpv.py --sides plain self --cells 8x32768 6x122880
-    python benchmarks/vllm/specpv.py --sides lossless float8 --cells 8x32768 --passes 3
 
 * stock: vLLM with an EAGLE3 head. refresh, lossless: the same head and the plugin's modes.
-* float8: lossless with float8 weights of passes.
 * plain: vLLM without drafts. self: mode lossless without a head.
 
 Dummy weights of Llama-3.1-8B's shapes, acceptance set by hand (see specpv_preset.py): of the head's
@@ -63,19 +61,13 @@ SIDES = {
         "specpv_selection": "shared",
         "specpv_draft_lookup": DRAFTS,
     },
-    "float8": {
-        "enable_specpv": True,
-        "specpv_selection": "shared",
-        "specpv_draft_lookup": DRAFTS,
-        "specpv_draft_weights": "float8",
-    },
     "self": {"enable_specpv": True, "specpv_draft_lookup": DRAFTS},
 }
 STOCK = ("stock", "plain")  # without the plugin
 # What a side is compared with, if that was measured.
-BASES = {"refresh": "stock", "lossless": "stock", "self": "plain", "float8": "lossless"}
+BASES = {"refresh": "stock", "lossless": "stock", "self": "plain"}
 # Sides that draft by passes: who guesses, drafts of a step at most, and how often they agree.
-GUESSES = {"lossless": HEAD, "float8": HEAD, "self": LOOKUPS}
+GUESSES = {"lossless": HEAD, "self": LOOKUPS}
 LONG_DRAFTS = {HEAD: 15, LOOKUPS: 16}
 AGREEMENT = {HEAD: 0.95, LOOKUPS: 0.9}
 SCHEDULER = "nwor_specpv.vllm.specpv.scheduler.LongContextScheduler"

@@ -123,11 +123,6 @@ class Settings:
         "vLLM, lossless: drafts of sampled requests; auto: sampled where memory allows",
         choices=("auto", "greedy", "sampled"),
     )
-    specpv_draft_weights: str = _key(
-        "model",
-        "vLLM, lossless: weights of partial passes; float8: copies of the model's",
-        choices=("model", "float8"),
-    )
     specpv_draft_select_interval: int = _key(
         1,
         "vLLM, lossless without a head: partial passes after which blocks are chosen anew; 0: once",

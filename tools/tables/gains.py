@@ -24,8 +24,8 @@ def _real_weights() -> Iterator[str]:
         cells = [cell for cell in data["cells"] if "speed" in cell["sides"].get(real.OURS, {})]
         if not cells:
             continue
-        sizes: dict[str, list[dict[str, Any]]] = {}  # as in the file: the longest contexts first
-        for cell in cells:
+        sizes: dict[str, list[dict[str, Any]]] = {}
+        for cell in sorted(cells, key=lambda cell: -cell["context"]):
             sizes.setdefault(f"{cell['requests']} x {cell['context']}", []).append(cell)
         found = [f"{_range(own)} at {size}" for size, own in sizes.items()]
         heats = [_temperatures(own) for own in sizes.values()]
@@ -46,7 +46,8 @@ def _real_weights() -> Iterator[str]:
 
 def _range(cells: Sequence[dict[str, Any]]) -> str:
     speeds = [cell["sides"][real.OURS]["speed"] for cell in cells]
-    return f"{min(speeds):.1f}x to {max(speeds):.1f}x"
+    least = f"{min(speeds):.1f}" if min(speeds) >= 1 else f"{min(speeds):.2f}"
+    return f"{least}x to {max(speeds):.1f}x"
 
 
 def _temperatures(cells: Sequence[dict[str, Any]]) -> str:

@@ -66,8 +66,6 @@ class Engine:
         worker_class = vllm_config.parallel_config.worker_cls
         if self.lossless:
             self._hook(runner_hooks.install_start(worker_class))
-            if self.settings.specpv_draft_weights == long_context.FLOAT8_WEIGHTS:
-                self._hook(runner_hooks.install_renewal())
         if self.settings.enable_specpv and vllm_config.device_config.device_type == "cuda":
             self._hook(runner_hooks.install_memory(worker_class))
         self.seen: StepSeen | None = None

@@ -45,7 +45,6 @@ OTHER = {
     "specpv_draft_passes": 3,
     "specpv_draft_lookup": 0,
     "specpv_draft_sampling": "greedy",
-    "specpv_draft_weights": "float8",
     "specpv_draft_select_interval": 3,
     "specpv_max_requests": 2,
 }

@@ -19,7 +19,6 @@ VLLM_ONLY = {
     "specpv_draft_passes",
     "specpv_draft_lookup",
     "specpv_draft_sampling",
-    "specpv_draft_weights",
     "specpv_draft_select_interval",
     "specpv_max_requests",
 }

@@ -8,7 +8,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from nwor_specpv.config import load_config
 from nwor_specpv.errors import NworError
@@ -116,7 +115,6 @@ GOOD = LongContext(
     drafter="custom_class", drafter_class=DRAFTER, num_drafts=16, max_model_len=32768, cpu=True
 )
 LOSSLESS = {"enable_specpv": True, "specpv_mode": "lossless"}
-FLOAT8 = LOSSLESS | {"specpv_draft_weights": "float8"}
 REFRESH = {"enable_specpv": True, "specpv_mode": "refresh"}
 CACHED = {"prefix_caching": True, "drafter_class": "e"}
 HEAD = {"drafter": "eagle3", "drafter_class": "h", "runner_v2": True, "async_scheduling": True}
@@ -143,9 +141,6 @@ def test_a_good_set_up_is_let_in() -> None:
     assert refusals(load_config(REFRESH), ngram, None) == []
     assert refusals(load_config(LOSSLESS), replace(GOOD, **HEAD), None) == []
     assert refusals(load_config(LOSSLESS), replace(GOOD, **LOOKUPS), None) == []
-    assert refusals(load_config(FLOAT8), replace(GOOD, **LOOKUPS), None) == []
-    slow = replace(GOOD, half=False, float8_products=False)  # the CPU computes the same by itself
-    assert refusals(load_config(FLOAT8), slow, None) == []
     ranges = replace(ngram, drafts_by_batch_size=True)  # vLLM's own choice stays
     assert refusals(load_config(REFRESH), ranges, None) == []
     for kind in (False, True):
@@ -231,10 +226,6 @@ def test_a_good_set_up_is_let_in() -> None:
             SCHEDULERS[True],
         ),
         (REFRESH, {}, "drafts for full steps", "'lossless'"),
-        (FLOAT8, HEAD | {"quantization": "awq"}, "quantised (awq)", "drop specpv_draft_weights"),
-        (FLOAT8, HEAD | {"experts": True}, "experts are not copied", "drop specpv_draft_weights"),
-        (FLOAT8, LOOKUPS | {"float8_products": False}, "8.9 and newer", "drop specpv_draft_w"),
-        (FLOAT8, LOOKUPS | {"half": False}, "in float32", "--dtype bfloat16"),
     ],
 )
 def test_what_is_refused_says_why_and_what_to_do(
@@ -261,12 +252,7 @@ def test_numbers_of_drafts_by_batch_size_are_described(ranges: list | None, told
     config = SimpleNamespace(
         speculative_config=speculative,
         model_config=SimpleNamespace(
-            is_multimodal_model=False,
-            uses_mrope=False,
-            max_model_len=32768,
-            quantization=None,
-            is_moe=False,
-            dtype=torch.bfloat16,
+            is_multimodal_model=False, uses_mrope=False, max_model_len=32768
         ),
         scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=True),
         cache_config=SimpleNamespace(

@@ -209,42 +209,6 @@ def test_caches_leave_room_for_views(
     assert case == "unknown" or not found.sizes_caches
 
 
-@pytest.mark.parametrize("kind", ["drafter", "speculator"])
-@pytest.mark.parametrize("case", ["ours", "another mode", "unknown", "fails"])
-@pytest.mark.parametrize("method", ["reload_weights", "finish_weight_update"])
-def test_copies_of_weights_are_made_anew_after_other_ones_were_loaded(
-    kind: str, case: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-
-    class Loading(Worker):
-        def reload_weights(self, *args, **kwargs):
-            self._load(*args, **kwargs)
-
-        def finish_weight_update(self):
-            self._load()
-
-        def _load(self, *args, **kwargs):
-            self.calls.append(("vllm", args, kwargs))
-            if case == "fails":
-                raise RuntimeError
-
-    module = ModuleType("vllm.v1.worker.gpu_worker")
-    module.Worker = Loading
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    for _ in range(2):
-        assert runner_hooks.install_renewal() is None
-    ours = SimpleNamespace(renew_weights=lambda: calls.append("renewed"))
-    lengths = object() if kind == "speculator" else None
-    found = SimpleNamespace(lossless=case != "another mode", lengths=lengths)
-    monkeypatch.setattr(registry, "find_engine", lambda _: None if case == "unknown" else found)
-    given = ((1,), {"weights_path": "p"}) if method == "reload_weights" else ((), {})
-    worker = type("CPUWorker", (Loading,), {})(calls, **{kind: ours})  # which inherits both
-    with pytest.raises(RuntimeError) if case == "fails" else contextlib.nullcontext():
-        getattr(worker, method)(*given[0], **given[1])
-    assert calls == [("vllm", *given)] + ["renewed"] * (case == "ours")
-
-
 def test_a_worker_that_vllm_changed_is_not_wrapped(worker: type) -> None:
     problem = runner_hooks.install_start("theirs.worker.Another")
     assert problem is not None

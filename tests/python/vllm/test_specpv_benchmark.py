@@ -130,7 +130,6 @@ def test_stock_sides_have_no_keys_of_the_plugin(modules: SimpleNamespace) -> Non
     assert own["stock"] == own["plain"] == {"enable_nwor": False}
     others = set(own) - set(modules.specpv.STOCK)
     assert {own[side]["specpv_draft_lookup"] for side in others} == {2}
-    assert own["float8"]["specpv_draft_weights"] == "float8"
 
 
 def test_no_request_ends_in_a_cell(modules: SimpleNamespace) -> None:

@@ -159,6 +159,7 @@ def test_another_vllm_is_left_alone(
     import vllm.version
     from vllm.v1.attention.backends import registry
 
+    plugin.register()  # vLLM's level of logging is ours from here on
     other = dataclasses.replace(ADAPTER.plan_step_v1, parameters=("self", "plan"))
     monkeypatch.setattr(
         versions,

@@ -134,5 +134,5 @@ def test_refused_commits_are_survived_by_clients(plain_answers: list[str], tmp_p
 
 def refusals(server: Server) -> tuple[float, float]:
     """As counted, and as logged."""
-    line = "a commit was refused with slot_range"
+    line = "missing from the cache; running requests are computed again"
     return scrape(server.metrics)["nwor_recoveries_total"], server.log.read_text().count(line)

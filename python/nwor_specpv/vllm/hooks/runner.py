@@ -10,11 +10,9 @@
   are captured, and no request has come. vLLM tells drafters nothing then: one of a class is called
   with steps alone, a speculator's `capture` only where there are graphs, and on the CPU the worker
   runs nothing at all between its caches and the first request.
-* `install_renewal`, where passes have copies of weights: the ends of what loads other weights into
-  a running engine. vLLM tells drafters nothing of it.
 
-`install_start` goes when vLLM tells drafters that caches are there, the first ones when it tells
-attention backends what was accepted. Each returns the problem where a method is not as expected.
+The last goes when vLLM tells drafters that caches are there, the others when it tells attention
+backends what was accepted. Each returns the problem where a method is not as expected.
 """
 
 from __future__ import annotations
@@ -145,26 +143,8 @@ def install_start(worker_class: str) -> str | None:
     def start(worker: Any) -> None:
         found = registry.find_engine(worker.vllm_config)
         if found is not None and found.lossless:
-            _drafter(found, worker).start()
+            runner = worker.model_runner
+            drafter = runner.speculator if found.lengths is not None else runner.drafter
+            drafter.start()
 
     return wrap(versions.adapter.end_of_start(worker_class), start, after=True)
-
-
-def install_renewal() -> str | None:
-    """Wraps the methods of vLLM's worker that load weights into an engine which has some."""
-
-    def renew(worker: Any, *_: Any, **__: Any) -> None:
-        found = registry.find_engine(worker.vllm_config)
-        if found is not None and found.lossless:
-            _drafter(found, worker).renew_weights()
-
-    vllm = versions.adapter
-    return wrap(vllm.reload_weights, renew, after=True) or wrap(
-        vllm.end_weight_update, renew, after=True
-    )
-
-
-def _drafter(engine: registry.RegisteredEngine, worker: Any) -> Any:
-    """Of mode `lossless`."""
-    runner = worker.model_runner
-    return runner.speculator if engine.lengths is not None else runner.drafter

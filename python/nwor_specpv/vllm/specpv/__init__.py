@@ -8,8 +8,6 @@
     drafter           mode `lossless` on model runner V1: a proposer vLLM loads by its class path
     turns             the passes of one of its proposals
     target            the target model as a drafter: partial passes
-    draft_weights     float8 copies of its weights, for these passes
-    float8            products of float8 rows
     costs             what passes cost there, measured at start
     chain             chains of drafts that grow on the device
     draft_loop        head and partial pass in turns, as graphs

@@ -83,8 +83,7 @@ class PartialViewDrafter:
     def load_model(self, target: Any) -> None:
         """vLLM has built the target. Its layers must be ours: nobody else reads views."""
         names = own_layers(self._engine.layers)
-        weights = self._settings.specpv_draft_weights
-        self._target = TargetModel(self._vllm_config, target, names, weights)
+        self._target = TargetModel(self._vllm_config, target, names)
 
     @torch.inference_mode()
     def start(self) -> None:
@@ -112,11 +111,6 @@ class PartialViewDrafter:
         except Exception as error:
             self._store = self._tail = None
             self._fail(error, "views could not be made, so requests draft by lookups alone", reason)
-
-    def renew_weights(self) -> None:
-        """vLLM has loaded other weights; see `hooks.runner`."""
-        assert self._target is not None
-        self._target.renew_weights()
 
     @torch.inference_mode()
     def propose(

@@ -130,11 +130,6 @@ class PassProposals:
         except Exception as error:
             self._fail_at_start(error)
 
-    def renew_weights(self) -> None:
-        """vLLM has loaded other weights; see `hooks.runner`."""
-        assert self._target is not None
-        self._target.renew_weights()
-
     # ---- steps of a proposal --------------------------------------------------------------------
 
     def _decide(self) -> tuple[int, int]:
@@ -330,11 +325,6 @@ class PassProposals:
         return next(i for i, group in enumerate(groups) if layer in group.layer_names)
 
     # ---- set-up ---------------------------------------------------------------------------------
-
-    def _make_target(self, model: Any, layers: list[str]) -> None:
-        """When vLLM has loaded the target."""
-        weights = self._engine.settings.specpv_draft_weights
-        self._target = TargetModel(self.vllm_config, model, layers, weights)
 
     def _ready(self) -> DraftLoop:
         """Takes memory, once: for `capture` or at `start`; with fixed passes and a small view in a

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from nwor_specpv.config import Settings
 from nwor_specpv.errors import NworError
 from nwor_specpv.vllm.hooks.speculators import HEADS, WITHOUT_HEAD
@@ -40,7 +38,6 @@ _CLASS_DRAFTING = (
 MAX_DRAFTS = 128
 
 LOSSLESS, REFRESH = "lossless", "refresh"
-FLOAT8_WEIGHTS = "float8"  # of `specpv_draft_weights`
 # Who says none of these leaves the size of views to us.
 _VIEW_KEYS = (
     *("specpv_selector", "specpv_block_size", "specpv_n_sink_blocks", "specpv_n_retrieval_blocks"),
@@ -69,10 +66,6 @@ class LongContext:
     max_model_len: int = 0
     cache_dtype: str = "auto"
     page_size: int = 0  # tokens; 0: not known yet
-    quantization: str = ""  # of the model's weights
-    experts: bool = False
-    half: bool = True  # the model computes in float16 or bfloat16
-    float8_products: bool = True  # the GPU has them
 
 
 def describe(vllm_config: Any) -> LongContext:
@@ -100,11 +93,6 @@ def describe(vllm_config: Any) -> LongContext:
         max_model_len=model.max_model_len,
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
         page_size=vllm_config.cache_config.block_size or 0,
-        quantization=model.quantization or "",
-        experts=bool(model.is_moe),
-        half=model.dtype.itemsize == 2,
-        float8_products=not torch.cuda.is_available()
-        or torch.cuda.get_device_capability() >= (8, 9),
     )
 
 
@@ -190,8 +178,6 @@ def _refusals(settings: Settings, setup: LongContext, staging_off: str | None) -
         yield Refusal(f"a KV connector {reason}", "drop --kv-transfer-config, or enable_specpv")
     if mode == LOSSLESS:
         yield from _lossless(setup, max(1, settings.specpv_draft_lookup), ours=ours)
-        if settings.specpv_draft_weights == FLOAT8_WEIGHTS:
-            yield from _float8_weights(setup)
     elif mode == REFRESH and ours:
         yield Refusal(
             f"the drafter {DRAFTER} drafts for full steps, which mode {mode!r} does not have",
@@ -299,22 +285,4 @@ def _lossless(setup: LongContext, guesses: int, *, ours: bool) -> Iterator[Refus
         yield Refusal(
             f"{setup.num_drafts} speculative tokens are too many: vLLM samples {MAX_DRAFTS}",
             f"use num_speculative_tokens {MAX_DRAFTS} or fewer",
-        )
-
-
-def _float8_weights(setup: LongContext) -> Iterator[Refusal]:
-    """Of float8 copies of the weights, for partial passes."""
-    asked, drop = "specpv_draft_weights 'float8'", "drop specpv_draft_weights"
-    if setup.quantization:
-        yield Refusal(f"{asked}: the model's weights are quantised ({setup.quantization})", drop)
-    if setup.experts:
-        yield Refusal(
-            f"{asked}: weights of experts are not copied, so little would be gained", drop
-        )
-    if not setup.cpu and not setup.float8_products:
-        yield Refusal(f"{asked}: this GPU has no float8 products, which 8.9 and newer have", drop)
-    if not setup.cpu and not setup.half:
-        yield Refusal(
-            f"{asked}: float8 products give float16 or bfloat16, the model computes in float32",
-            f"use --dtype bfloat16, or {drop}",
         )

@@ -28,7 +28,7 @@ from .chain import Chains
 from .lengths import match_lengths
 from .ngram_head import NgramHead
 from .proposals import PassProposals
-from .target import own_layers
+from .target import TargetModel, own_layers
 from .texts import Texts
 
 
@@ -67,7 +67,7 @@ class SelfSpeculator(PassProposals, DraftModelSpeculator):
     def load_model(self, target_model: Any) -> None:
         super().load_model(target_model)
         names = own_layers(self._engine.layers)
-        self._make_target(target_model, names)
+        self._target = TargetModel(self.vllm_config, target_model, names)
 
     def set_attn(
         self,

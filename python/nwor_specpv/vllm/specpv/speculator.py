@@ -28,7 +28,7 @@ from nwor_specpv.vllm.hooks.graph_lengths import offer_larger_graphs
 from .chain import Chains
 from .draft_models import EagleHead
 from .proposals import PassProposals
-from .target import own_layers
+from .target import TargetModel, own_layers
 
 
 class PartialViewSpeculator(PassProposals, EagleSpeculator):
@@ -53,7 +53,7 @@ class PartialViewSpeculator(PassProposals, EagleSpeculator):
     def load_model(self, target_model: Any) -> None:
         super().load_model(target_model)
         names = own_layers(self._engine.layers, besides=self.draft_attn_layer_names)
-        self._make_target(target_model, names)
+        self._target = TargetModel(self.vllm_config, target_model, names)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         super().init_cudagraph_manager(cudagraph_mode)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -13,9 +12,7 @@ from nwor_specpv.errors import NworError
 from nwor_specpv.vllm.backend.caches import views_of
 from nwor_specpv.vllm.backend.layer import TargetLayer
 
-from .draft_weights import DraftWeights
 from .partial_pass import PartialPass
-from .rules import FLOAT8_WEIGHTS
 
 
 def own_layers(layers: Mapping[str, Any], besides: Collection[str] = ()) -> list[str]:
@@ -39,14 +36,9 @@ def own_layers(layers: Mapping[str, Any], besides: Collection[str] = ()) -> list
 class TargetModel:
     """vLLM's own model, called outside of its steps."""
 
-    def __init__(
-        self, vllm_config: Any, model: Callable[..., Any], layers: list[str], weights: str
-    ) -> None:
-        """`weights`: as `specpv_draft_weights`. Copies take their memory here, while vLLM counts
-        what the model takes: caches get what is left."""
+    def __init__(self, vllm_config: Any, model: Callable[..., Any], layers: list[str]) -> None:
         self._config = vllm_config
         self._model = model
-        self._weights = DraftWeights(model) if weights == FLOAT8_WEIGHTS else None
         self.layers = layers
         self.layer_index = {name: index for index, name in enumerate(layers)}
 
@@ -88,27 +80,11 @@ class TargetModel:
         """Hidden states of each row, and those of inner layers where a head wants them."""
         metadata = dict.fromkeys(self.layers, passed)
         # Without slots vLLM writes nothing: K/V of these rows is kept in the tail alone.
-        with (
-            self._own_weights(),
-            set_forward_context(
-                metadata,
-                self._config,
-                num_tokens=tokens.shape[0],
-                slot_mapping={},
-                skip_compiled=self._weights is not None,
-            ),
+        with set_forward_context(
+            metadata, self._config, num_tokens=tokens.shape[0], slot_mapping={}
         ):
             found = self._model(input_ids=tokens.to(torch.int32), positions=positions)
         return found if isinstance(found, tuple) else (found, None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        with self._own_weights():
-            return self._model.compute_logits(hidden)
-
-    def renew_weights(self) -> None:
-        """vLLM has loaded other ones: copies of the old ones would draft badly."""
-        if self._weights is not None:
-            self._weights.renew()
-
-    def _own_weights(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._weights is None else self._weights.used()
+        return self._model.compute_logits(hidden)

@@ -127,14 +127,6 @@ class Adapter(ABC):
         ("self", "request", "num_computed_tokens"),
     )
 
-    # Load other weights into a running engine, and end what does so in pieces.
-    reload_weights: VllmFunction = VllmFunction(
-        "vllm.v1.worker.gpu_worker", "Worker.reload_weights", ("self", "args", "kwargs")
-    )
-    end_weight_update: VllmFunction = VllmFunction(
-        "vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", ("self",)
-    )
-
     # Draft trees, on model runner V2.
     # Gives the rows of a step their slots, by their positions.
     place_rows_v2: VllmFunction = VllmFunction(

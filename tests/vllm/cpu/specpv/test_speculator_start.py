@@ -168,9 +168,6 @@ def test_ranges_of_the_users_are_refused(
             uses_mrope=False,
             max_model_len=32768,
             get_vocab_size=lambda: 50,
-            quantization=None,
-            is_moe=False,
-            dtype=torch.bfloat16,
         ),
         scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=True),
         cache_config=SimpleNamespace(
