@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _MOST_SECONDS = 10**9  # gRPC has 64 bits for nanoseconds since 1970; a later deadline is over
 _MOST_KEEPALIVE_SECONDS = 86400
+_PING_AGAIN_SECONDS = 0.1
 _FINISH = {messages.FINISH_STOP: "stop", messages.FINISH_LENGTH: "length"}
 
 
@@ -121,19 +123,35 @@ class Client:
         self._closed = False
 
     def ping(self, *, wait: bool = False) -> WorkerInfo:
-        """Asks for a description. `wait`: waits for a worker, as long as a call may take."""
-        reply = self.call("Ping", messages.PingRequest(), wait=wait)
+        """Asks for a description. `wait`: waits for a worker, as long as a call may take.
+
+        It asks again where a connection breaks meanwhile, such as that to a worker which hung.
+        """
+        end = math.inf if self.timeout is None else time.monotonic() + self.timeout
+        while True:
+            left = None if end == math.inf else max(0.0, end - time.monotonic())
+            try:
+                reply = self._call("Ping", messages.PingRequest(), left, wait=wait)
+                break
+            except WorkerError as error:
+                again = wait and error.code == "UNAVAILABLE"
+                if not again or time.monotonic() + _PING_AGAIN_SECONDS >= end:
+                    raise
+                time.sleep(_PING_AGAIN_SECONDS)
         return WorkerInfo(**{name: getattr(reply, name) for name in WorkerInfo.__annotations__})
 
     def session(self, name: str, *, resend: bool = False) -> RemoteSession:
         """Returns a session; its first verify starts it. No other client may use the name."""
         return RemoteSession(self, name, resend=resend)
 
-    def call(self, name: str, request: Any, *, wait: bool = False) -> Any:
+    def call(self, name: str, request: Any) -> Any:
+        return self._call(name, request, self.timeout)
+
+    def _call(self, name: str, request: Any, timeout: float | None, *, wait: bool = False) -> Any:
         try:
             return self._calls[name](
                 request,
-                timeout=self.timeout,
+                timeout=timeout,
                 metadata=self._security.metadata,
                 wait_for_ready=wait,
             )

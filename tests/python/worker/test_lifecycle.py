@@ -38,6 +38,39 @@ def test_ping_tells_what_there_is() -> None:
         assert 0 < info.held_bytes < info.max_bytes
 
 
+class BrokenError(grpc.RpcError):
+    """What gRPC says of a call whose connection ended."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "Stream removed"
+
+
+def test_a_ping_that_waits_asks_again_where_a_connection_breaks() -> None:
+    with serving() as worker:
+        asks, times = worker.client._calls["Ping"], []
+
+        def broken(request: Any, **options: Any) -> Any:
+            times.append(options["timeout"])
+            if len(times) % 3:
+                raise BrokenError
+            return asks(request, **options)
+
+        worker.client._calls["Ping"] = broken
+        assert worker.client.ping(wait=True).model == "stories260K"
+        assert len(times) == 3
+        assert PATIENCE_S >= times[0] > times[1] > times[2]
+        with pytest.raises(WorkerError, match="UNAVAILABLE: Stream removed"):
+            worker.client.ping()
+        worker.client.timeout = 0.15
+        times.clear()
+        with pytest.raises(WorkerError, match="UNAVAILABLE: Stream removed"):
+            worker.client.ping(wait=True)
+        assert len(times) == 2
+
+
 def test_a_call_that_is_cancelled_before_its_turn_is_left_out() -> None:
     with serving() as worker, grpc.insecure_channel(worker.server.address, NO_PROXY) as channel:
         worker.target.gate.clear()
