@@ -41,9 +41,9 @@ class DelayedClient(Client):
         super().__init__(address, timeout=600)
         self._pause = latency_ms / 2000
 
-    def call(self, name: str, request: Any, *, wait: bool = False) -> Any:
+    def call(self, name: str, request: Any, **options: Any) -> Any:
         time.sleep(self._pause)
-        reply = super().call(name, request, wait=wait)
+        reply = super().call(name, request, **options)
         time.sleep(self._pause)
         return reply
 

@@ -131,7 +131,7 @@ class Client:
         while True:
             left = None if end == math.inf else max(0.0, end - time.monotonic())
             try:
-                reply = self._call("Ping", messages.PingRequest(), left, wait=wait)
+                reply = self.call("Ping", messages.PingRequest(), wait=wait, timeout=left)
                 break
             except WorkerError as error:
                 again = wait and error.code == "UNAVAILABLE"
@@ -144,14 +144,14 @@ class Client:
         """Returns a session; its first verify starts it. No other client may use the name."""
         return RemoteSession(self, name, resend=resend)
 
-    def call(self, name: str, request: Any) -> Any:
-        return self._call(name, request, self.timeout)
-
-    def _call(self, name: str, request: Any, timeout: float | None, *, wait: bool = False) -> Any:
+    def call(
+        self, name: str, request: Any, *, wait: bool = False, timeout: float | None = None
+    ) -> Any:
+        """`timeout`: by default the client's."""
         try:
             return self._calls[name](
                 request,
-                timeout=timeout,
+                timeout=self.timeout if timeout is None else timeout,
                 metadata=self._security.metadata,
                 wait_for_ready=wait,
             )
