@@ -4,11 +4,11 @@
     tools/run_tests.py [--all] [--vllm [VERSION] [--quick]]
 
 Lint, GoogleTest, pytest and the tests of vLLM all run, whatever failed before. The newest vLLM runs
-all its tests beside pytest, since neither keeps two cores busy; after pytest the older versions run
-those marked quick. The last line counts what passed, failed and was skipped; the exit status
-is 1 if anything failed. --all adds clang-tidy, the tests marked slow, all tests on every version of
-vLLM and, unless NWOR_FUZZ_ROUNDS is set, a million fuzz rounds. --vllm runs only the tests of vLLM,
-of the newest version unless one is named; with --quick those marked so.
+all its tests beside pytest, since both together hardly keep two cores busy; after pytest the older
+versions run those marked quick. The last line counts what passed, failed and was skipped; the exit
+status is 1 if anything failed. --all adds clang-tidy, the tests marked slow, all tests on every
+version of vLLM and, unless NWOR_FUZZ_ROUNDS is set, a million fuzz rounds. --vllm runs only the
+tests of vLLM, of the newest version unless one is named; with --quick those marked so.
 
 NWOR_TEST_SEED decides random cases. Unless it is set, it is computed from the sources, so that the
 same sources give the same verdict; with --all every test draws its own seed.
@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / ".venv" / "bin"
 CURRENT = ROOT / "build" / "current"
 GPU = Path("/dev/nvidiactl")
+VLLM_PROCESSES = 2
 FUZZ_ROUNDS_ALL = "1000000"
 NO_TIDY = "--no-clang-tidy"  # it takes minutes: left to `make lint` and `make test-all`
 SOURCES = ("csrc", "python", "tests", "examples")
@@ -146,7 +147,7 @@ def vllm_versions() -> list[str]:
 
 
 def run_vllm(version: str, *, slow: bool, quick: bool = False, log: Path | None = None) -> Outcome:
-    """One process, because importing vLLM takes longer than starting an engine."""
+    """In few processes, because importing vLLM takes longer than starting an engine."""
     python = ROOT / f".venv-vllm-{version}" / "bin" / "python"
     results = CURRENT / f"vllm-{version}"
     command = [str(python), "-m", "pytest", "-q", f"--junitxml={results / 'all.xml'}"]
@@ -154,6 +155,8 @@ def run_vllm(version: str, *, slow: bool, quick: bool = False, log: Path | None 
     command += ["-c", str(folder / "pytest.ini"), str(folder)]
     chosen = [word for word, taken in (("not slow", not slow), ("quick", quick)) if taken]
     command += ["-m", " and ".join(chosen)] if chosen else []
+    if not quick and not GPU.exists():
+        command += ["--numprocesses", str(min(VLLM_PROCESSES, cores())), "--dist", "loadfile"]
     return run(f"vLLM {version}", command, results, log)
 
 

@@ -45,6 +45,9 @@ SEQUENCES = 8  # on a CPU
 GPU_SEQUENCES = 32
 LENGTH = 1024  # prompt and answer together
 PROMPT, ANSWER = 400, 128
+# Rows of a step on a CPU: vLLM's products there keep memory for each number of rows they have had,
+# up to 128 for each weight, which would grow for hours.
+CPU_ROWS = 64
 STEPS_UNDER_WAY = 2
 
 
@@ -208,7 +211,8 @@ def server_arguments(args: argparse.Namespace) -> list[str]:
     room = int(args.cache_share * args.sequences * (PROMPT + ANSWER))
     drafts = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 4}
     told = ["--model", args.model, "--dtype", args.dtype, "--max-model-len", str(LENGTH)]
-    told += ["--max-num-seqs", str(args.sequences), "--max-num-batched-tokens", str(LENGTH)]
+    told += ["--max-num-seqs", str(args.sequences)]
+    told += ["--max-num-batched-tokens", str(LENGTH if has_gpu() else CPU_ROWS)]
     told += ["--kv-cache-memory-bytes", str(token * max(room, LENGTH + ANSWER))]
     told += ["--speculative-config", json.dumps(drafts)]
     if not has_gpu():

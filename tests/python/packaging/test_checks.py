@@ -115,18 +115,26 @@ def test_tests_that_would_share_a_gpu_run_one_after_the_other(
     assert module.run_vllms(versions, slow=True) == [f"vLLM {newest} slow", f"vLLM {oldest} slow"]
 
 
+TWO = ["--numprocesses", "2", "--dist", "loadfile"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "chosen"),
     [
-        ({"slow": False}, ["-m", "not slow"]),
+        ({"slow": False}, ["-m", "not slow", *TWO]),
         ({"slow": False, "quick": True}, ["-m", "not slow and quick"]),
-        ({"slow": True}, []),
+        ({"slow": True}, TWO),
     ],
 )
+@pytest.mark.parametrize("gpu", [False, True])
 def test_a_version_of_vllm_has_its_environment(
-    monkeypatch: pytest.MonkeyPatch, arguments: dict, chosen: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool, arguments: dict, chosen: list[str]
 ) -> None:
     module, commands = load(TOOLS / "run_tests.py"), []
+    monkeypatch.setattr(module, "GPU", tmp_path if gpu else tmp_path / "none")
+    monkeypatch.setattr(module, "cores", lambda: 4)
+    if gpu:  # which some tests want for themselves
+        chosen = [word for word in chosen if word not in TWO]
     monkeypatch.setattr(module, "run", lambda *given: commands.append(given))
     module.run_vllm("0.26.0", **arguments)
     ((name, command, results, _),) = commands
