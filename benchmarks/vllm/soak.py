@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A server of vLLM with the plugin under traffic of every kind, for as long as one likes.
 
-    python benchmarks/vllm/soak.py --model smollm2 --minutes 30 --out DIR
+    python benchmarks/vllm/soak.py --model smollm2 --minutes 30 --rate 2 --most-open 14 --out DIR
     python benchmarks/vllm/soak.py --model smollm2 --minutes 10 --out DIR --rate 300 \\
         --most-open 64 --cache-share 0.2                                         # on a GPU
 
