@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.engines import release_engines
+from support.engines import override_kernels_once, release_engines
 
 # In this process: engines start in a second once vLLM is imported, and tests can look inside.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -26,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark in item.iter_markers("serves"):
             item.user_properties.append(("serves", " on ".join(mark.args)))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kernels_of_engines() -> None:
+    """Before a test imports anything that vLLM's replacing of kernels cannot bear."""
+    override_kernels_once()
 
 
 @pytest.fixture(autouse=True)

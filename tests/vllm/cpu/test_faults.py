@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def test_vllm_serves_without_a_library_that_does_not_fit(
     lines = [line for line in result["log"].splitlines() if "nwor_specpv is off: " in line]
     assert lines
     assert all(sentence in line for line in lines)
-    assert "Traceback" not in result["log"]
+    # vLLM 0.32 logs a traceback of its own: it has no tokenizer to warm up with.
+    assert not re.search(r'File ".*/nwor_specpv', result["log"])
 
 
 def test_custom_without_the_plugin_is_refused_by_vllm() -> None:

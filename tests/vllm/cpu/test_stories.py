@@ -277,13 +277,13 @@ def test_the_plugin_registers_more_than_once() -> None:
 
 @pytest.mark.slow
 def test_registering_imports_next_to_nothing() -> None:
-    """vLLM calls it in every process; what is replaced there waits until vLLM imports it."""
+    """vLLM calls it in every process, which knows its configuration by then; what is replaced in
+    others' modules waits until vLLM imports them."""
     program = """
 import sys
-from vllm.platforms import current_platform
-from vllm.v1.attention.backends import registry
-from nwor_specpv.vllm import plugin, speculators
-current_platform.is_cpu()
+import vllm.v1.engine.core
+from nwor_specpv.vllm import plugin
+from nwor_specpv.vllm.hooks import speculators
 before = set(sys.modules)
 plugin.register()
 plugin.register()
@@ -294,7 +294,7 @@ print("problem", speculators.problem)
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert int(re.search(r"^imported (\d+)$", done.stdout, re.MULTILINE)[1]) < 20
+    assert int(re.search(r"^imported (\d+)$", done.stdout, re.MULTILINE)[1]) < 40
     assert "problem None" in done.stdout
 
 

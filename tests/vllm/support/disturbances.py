@@ -153,8 +153,8 @@ def passages(tokenizer: Any) -> Script:
     first, last = (tokenizer(part).input_ids for part in ASKED.split("{}"))
     prompts[2] = first + prompts[2][len(first) : -len(last)] + last
     prompts[3] = tokenizer(CODE.read_text()).input_ids[: lengths[3]]
-    # The first five fit. Before one of them can have ended each needs a block more: too many.
-    blocks = sum(-(-length // PAGE) for length in lengths[:5]) + 4
+    # The first five fit. Before one of them can have ended each needs another block: too many.
+    blocks = sum(-(-length // PAGE) for length in lengths[:5]) + max(2, 64 // PAGE)
     options = {"num_gpu_blocks_override": blocks, "max_model_len": 2048}
     return Script(prompts, options | {"max_num_batched_tokens": 8192})
 

@@ -71,7 +71,7 @@ def start(nwor: Mapping[str, Any], **options: Any):
     """An engine in this process; `options` are those of `engine_options`."""
     from vllm import LLM
 
-    _override_kernels_once()
+    override_kernels_once()
     llm = LLM(**engine_options(nwor, **options))
     # From vLLM 0.32 on an engine that is dropped ends the process groups of all others here.
     finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
@@ -80,15 +80,17 @@ def start(nwor: Mapping[str, Any], **options: Any):
     return llm
 
 
-def _override_kernels_once() -> None:
-    """From vLLM 0.32 on its worker looks through all modules for kernels to replace. The second
-    engine of a process fails there once llvmlite is imported; the first one has replaced them."""
+def override_kernels_once() -> None:
+    """From vLLM 0.32 on its workers look through all modules for kernels to replace, and fail there
+    once llvmlite is imported. So they are replaced now, and not again."""
     from vllm.platforms import current_platform
 
     platform, name = type(current_platform), "register_triton_kernel_overrides"
     original = getattr(platform, name, None)
     if original is not None and not hasattr(original, "cache_info"):
-        setattr(platform, name, staticmethod(functools.cache(getattr(current_platform, name))))
+        once = functools.cache(getattr(current_platform, name))
+        once()
+        setattr(platform, name, staticmethod(once))
 
 
 def _page() -> int:

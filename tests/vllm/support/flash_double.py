@@ -68,16 +68,18 @@ def flash_attention(backend: str) -> Iterator[Calls]:
         "flash_attn_supports_kv_cache_dtype": lambda *_, **__: True,
     }
     device = SimpleNamespace(multi_processor_count=NUM_SMS)
-    with (
-        mock.patch.multiple(flash, create=True, **names),
-        mock.patch.multiple(fa_utils, create=True, **names),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=device),
-        _names_of_ours(names),
-        mock.patch.object(plugin, "CPU_BACKEND", backend),
-    ):
+    try:
+        with (
+            mock.patch.multiple(flash, create=True, **names),
+            mock.patch.multiple(fa_utils, create=True, **names),
+            mock.patch.object(torch.cuda, "get_device_properties", return_value=device),
+            _names_of_ours(names),
+            mock.patch.object(plugin, "CPU_BACKEND", backend),
+        ):
+            _choose_anew()
+            yield calls
+    finally:
         _choose_anew()
-        yield calls
-    _choose_anew()
 
 
 def _kept(arguments: dict[str, Any]) -> dict[str, Any]:
