@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -56,8 +55,9 @@ def test_vllm_serves_without_a_library_that_does_not_fit(
     lines = [line for line in result["log"].splitlines() if "nwor_specpv is off: " in line]
     assert lines
     assert all(sentence in line for line in lines)
-    # vLLM 0.32 logs a traceback of its own: it has no tokenizer to warm up with.
-    assert not re.search(r'File ".*/nwor_specpv', result["log"])
+    # vLLM 0.32 logs one of its renderer (base.py), which has no tokenizer to warm up with.
+    told = [line for line in result["log"].splitlines() if "[base.py:" not in line]
+    assert not any("Traceback" in line for line in told)
 
 
 def test_custom_without_the_plugin_is_refused_by_vllm() -> None:
